@@ -9,26 +9,16 @@ When clocks are set back, an hour occurs twice, and a span includes both. All ar
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from datetime import UTC, date, datetime, time, timedelta, tzinfo
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
-__all__ = [
-    "Span",
-    "clock_in_words",
-    "coming",
-    "day_and_time",
-    "end_in_words",
-    "microseconds",
-    "period_in_words",
-    "shown",
-    "shown_span",
-    "span",
-]
+__all__ = ["Span", "clock_in_words", "coming", "end_in_words", "microseconds", "period_in_words", "shown", "span"]
 
 AROUND: Final = timedelta(minutes=10)
 """Tolerance around a time that was given from memory."""
@@ -39,7 +29,6 @@ UNITS: Final = {
     "week": 7 * 86400, "w": 7 * 86400,
 }  # fmt: skip
 HOW: Final = 'write it like "yesterday 15:00", "2026-11-15 15:00", "3pm", "10 minutes ago" or 2026-11-15T15:00:00Z'
-
 HOW_TO_COME: Final = (
     'write it like "friday 18:00", "tomorrow", "in 2 hours", "18:00", "2026-11-20 18:00" or 2026-11-20T18:00:00Z'
 )
@@ -76,7 +65,7 @@ def span(at: str, until: str | None = None, *, now: datetime, zone: tzinfo | Non
     try:
         start, over, is_day = _read(at, now, zone)
         if until is not None:
-            last, end, _ = _read(until, now, zone, day=_local(start, zone).date())
+            last, end, _ = _read(until, now, zone, day=start.astimezone(zone).date())
             if end <= start:
                 message = f"until {until!r}, which is {shown(last, zone)}, is before {at!r}, {shown(start, zone)}"
                 raise InvalidInput(message)
@@ -93,51 +82,41 @@ def coming(written: str, *, now: datetime, zone: tzinfo | None = None, at_its_en
     """The next occurrence of a time. A day stands for its start; with `at_its_end`, as in "until friday", for its
     end."""
     now = now.astimezone(UTC)
-    words = " ".join(word for word in written.lower().replace(",", " ").split() if word not in ("at", "on", "the"))
+    words = _words(written)
+    exact = _iso(words)
     try:
-        if (ahead := _IN.fullmatch(words)) and (seconds := UNITS.get(ahead["unit"])) is not None:
-            count = int(ahead["count"]) if ahead["count"].isdigit() else 1
-            return now.replace(microsecond=0) + timedelta(seconds=seconds * count)  # to the second is precise enough
-        if (exact := _iso(words)) is not None:
-            moments = _moments(*exact, zone, at_its_end=at_its_end)
-            if moments[-1] <= now:
-                raise InvalidInput(f"{written!r}, which is {shown(moments[-1], zone)}, is over; {HOW_TO_COME}")
-            return next(moment for moment in moments if moment > now)
-        today = _local(now, zone).date()
-        for day in (today + timedelta(days=ahead) for ahead in range(8)):
-            for moment in _on(day, words, written, today, zone, at_its_end=at_its_end):
-                if moment > now:
-                    return moment
+        if (ahead := _IN.fullmatch(words)) and ahead["unit"] in UNITS:
+            return now.replace(microsecond=0) + _duration(ahead)  # to the second is precise enough
+        today = now.astimezone(zone).date()
+        for first_day in (today, today + DAY):
+            moments = _moments(*(exact or _on(words, written, today, first_day)), zone, at_its_end=at_its_end)
+            if (found := next((moment for moment in moments if moment > now), None)) is not None:
+                return found
     except OverflowError:
         raise InvalidInput(f"{written!r} is too far ahead for a calendar; {HOW_TO_COME}") from None
-    raise InvalidInput(f"{written!r} is over; {HOW_TO_COME}")
+    which = "" if exact is None else f", which is {shown(moments[-1], zone)},"
+    raise InvalidInput(f"{written!r}{which} is over; {HOW_TO_COME}")
 
 
 def shown(moment: datetime, zone: tzinfo | None, *, with_zone: bool = True) -> str:
     """A moment for people, to the second: 2026-11-15 15:00:00 CET (UTC+01:00)."""
-    local = _local(moment, zone)
+    local = moment.astimezone(zone)
     return f"{local:%Y-%m-%d %H:%M:%S}" + (f" {_zone(local)}" if with_zone else "")
 
 
-def day_and_time(moment: datetime, zone: tzinfo | None) -> str:
-    """A time with its weekday and zone, for confirmations: Friday 20 November 2026, 18:00 Europe/Berlin."""
-    local = _local(moment, zone)
-    return f"{_long_day(local)}, {local:%H:%M} {_zone_name(local, zone)}"
-
-
 def end_in_words(moment: datetime, zone: tzinfo | None) -> str:
-    """The end of a period, after "until". Midnight is the end of a day: "the end of Friday 20 November 2026
-    (Europe/Berlin)", which cannot be mistaken for the next day."""
-    local = _local(moment, zone)
+    """The end of a period, after "until": "Friday 20 November 2026, 18:00 Europe/Berlin". Midnight is the end of a day:
+    "the end of Friday 20 November 2026 (Europe/Berlin)", which cannot be mistaken for the next day."""
+    local = moment.astimezone(zone)
     if (local.hour, local.minute, local.second) != (0, 0, 0):
-        return day_and_time(moment, zone)
-    last_day = _local(moment - timedelta(microseconds=1), zone)
-    return f"the end of {_long_day(last_day)} ({_zone_name(last_day, zone)})"
+        return f"{_long_day(local)}, {local:%H:%M} {zone or _zone(local)}"
+    last_day = (moment - timedelta(microseconds=1)).astimezone(zone)
+    return f"the end of {_long_day(last_day)} ({zone or _zone(last_day)})"
 
 
 def shown_span(since: datetime, until: datetime, *, zone: tzinfo | None) -> str:
     """A period, naming its day and zone only once if possible."""
-    start, end = _local(since, zone), _local(until, zone)
+    start, end = since.astimezone(zone), until.astimezone(zone)
     if start.utcoffset() != end.utcoffset():
         return f"{shown(since, zone)} and {shown(until, zone)}"
     day = "" if start.date() == end.date() else f"{end:%Y-%m-%d} "
@@ -146,8 +125,8 @@ def shown_span(since: datetime, until: datetime, *, zone: tzinfo | None) -> str:
 
 def period_in_words(since: datetime, until: datetime, zone: tzinfo | None) -> str:
     """A period in a sentence: "on Sunday 15 November 2026 between 14:50 and 15:11 CET (UTC+01:00)"."""
-    start, end = _local(since, zone), _local(until, zone)
-    last = _local(until - timedelta(microseconds=1), zone)
+    start, end = since.astimezone(zone), until.astimezone(zone)
+    last = (until - timedelta(microseconds=1)).astimezone(zone)
     if start.date() != last.date():
         zone_of_start = "" if start.utcoffset() == end.utcoffset() else f" {_zone(start)}"
         return (
@@ -162,8 +141,8 @@ def period_in_words(since: datetime, until: datetime, zone: tzinfo | None) -> st
 
 def clock_in_words(moment: datetime, zone: tzinfo | None, *, within: Span) -> str:
     """A time within a period whose day and zone were named: "15:00:42". The day and the zone are added if needed."""
-    local, start = _local(moment, zone), _local(within.since, zone)
-    last = _local(within.until - timedelta(microseconds=1), zone)
+    local, start = moment.astimezone(zone), within.since.astimezone(zone)
+    last = (within.until - timedelta(microseconds=1)).astimezone(zone)
     zone_name = "" if start.utcoffset() == last.utcoffset() else f" {_zone(local)}"
     day = "" if start.date() == last.date() else f" on {local.day} {local:%B}"
     return f"{local:%H:%M:%S}{zone_name}{day}"
@@ -177,10 +156,6 @@ def _long_day(local: datetime) -> str:
     return f"{local:%A} {local.day} {local:%B %Y}"
 
 
-def _zone_name(local: datetime, zone: tzinfo | None) -> str:
-    return str(zone) if zone is not None else _zone(local)
-
-
 def microseconds(moment: datetime) -> int:
     return (moment - _EPOCH) // timedelta(microseconds=1)
 
@@ -189,17 +164,20 @@ def _read(
     written: str, now: datetime, zone: tzinfo | None, *, day: date | None = None
 ) -> tuple[datetime, datetime, bool]:
     """The start, the end, and True for a whole day. `day` is the default day."""
-    words = " ".join(word for word in written.lower().replace(",", " ").split() if word not in ("at", "on", "the"))
-    if words == "now":
-        return now, now + timedelta(seconds=1), False
-    if ago := _AGO.fullmatch(words):
-        moment = _ago(ago, written, now)
+    words = _words(written)
+    ago = _AGO.fullmatch(words)
+    if ago is not None and ago["unit"] not in UNITS:
+        raise InvalidInput(f"{written!r}: {ago['unit']!r} is not a unit of time here; {HOW}")
+    if ago is not None or words == "now":
+        moment = now if ago is None else now - _duration(ago)
         return moment, moment + timedelta(seconds=1), False
     if (exact := _iso(words)) is not None:
         found, width = exact
     else:
-        today = _local(now, zone).date()
-        said, rest = _day(words, today)
+        today = now.astimezone(zone).date()
+        # The last weekday that has been; today is said otherwise.
+        weekdays = _weekdays(lambda index: today - timedelta(days=(today.weekday() - index - 1) % 7 + 1))
+        said, rest = _split_day(words, {"today": today, "yesterday": today - DAY, **weekdays})
         clock, width = _clock(rest, written)
         found = datetime.combine(said or day or today, clock)
         if said is None and day is None and _utc(found, zone) > now:
@@ -208,23 +186,40 @@ def _read(
     return first, (_next_day(found, zone) if width >= DAY else last + width), width >= DAY
 
 
-def _on(
-    day: date, words: str, written: str, today: date, zone: tzinfo | None, *, at_its_end: bool
-) -> Sequence[datetime]:
-    """The moments of a day that the words may name."""
-    names = {"today": today, "tomorrow": today + DAY, WEEKDAYS[day.weekday()]: day, WEEKDAYS[day.weekday()][:3]: day}
-    others = {*WEEKDAYS, *(name[:3] for name in WEEKDAYS)}
-    parts = words.split()
-    said = next((part for part in (*parts[:1], *parts[-1:]) if part in names or part in others or _DATE(part)), None)
-    rest = " ".join(part for part in parts if part != said)
+def _on(words: str, written: str, today: date, first_day: date) -> tuple[datetime, timedelta]:
+    """The local time that the words name on or after a day, and its precision."""
+    weekdays = _weekdays(lambda index: first_day + timedelta(days=(index - first_day.weekday()) % 7))
+    said, rest = _split_day(words, {"today": today, "tomorrow": today + DAY, **weekdays})
     try:
         clock, width = _clock(rest, written)
-        meant = day if said is None else date.fromisoformat(said) if _DATE(said) else names.get(said)
-    except ValueError:
+    except InvalidInput:
         raise InvalidInput(f"{written!r} is not a time; {HOW_TO_COME}") from None
-    if meant is None:
-        return ()
-    return _moments(datetime.combine(meant, clock), width, zone, at_its_end=at_its_end)
+    return datetime.combine(said or first_day, clock), width
+
+
+def _words(written: str) -> str:
+    return " ".join(word for word in written.lower().replace(",", " ").split() if word not in ("at", "on", "the"))
+
+
+def _duration(found: re.Match[str]) -> timedelta:
+    return timedelta(seconds=UNITS[found["unit"]] * (int(found["count"]) if found["count"].isdigit() else 1))
+
+
+def _weekdays(day_of: Callable[[int], date]) -> dict[str, date]:
+    return {name: day_of(index) for index, full in enumerate(WEEKDAYS) for name in (full, full[:3])}
+
+
+def _split_day(words: str, known: dict[str, date]) -> tuple[date | None, str]:
+    """The day named by the first or last word, and the other words."""
+    parts = words.split()
+    for said, rest in ((parts[0], parts[1:]), (parts[-1], parts[:-1])) if parts else ():
+        day = known.get(said)
+        if _DATE(said):
+            with suppress(ValueError):
+                day = date.fromisoformat(said)
+        if day is not None:
+            return day, " ".join(rest)
+    return None, words
 
 
 def _moments(found: datetime, width: timedelta, zone: tzinfo | None, *, at_its_end: bool) -> tuple[datetime, datetime]:
@@ -242,14 +237,6 @@ def _next_day(day: datetime, zone: tzinfo | None) -> datetime:
     return _utc(datetime.combine(day.date() + DAY, time()), zone)
 
 
-def _ago(ago: re.Match[str], written: str, now: datetime) -> datetime:
-    unit = UNITS.get(ago["unit"])
-    if unit is None:
-        raise InvalidInput(f"{written!r}: {ago['unit']!r} is not a unit of time here; {HOW}")
-    count = int(ago["count"]) if ago["count"].isdigit() else 1
-    return now - timedelta(seconds=count * unit)
-
-
 def _iso(words: str) -> tuple[datetime, timedelta] | None:
     """An ISO 8601 time and its precision."""
     if "w" in words:
@@ -262,25 +249,6 @@ def _iso(words: str) -> tuple[datetime, timedelta] | None:
         return found, DAY
     width = timedelta(minutes=1) if words.count(":") - (words[-6:-5] in "+-") == 1 else timedelta(seconds=1)
     return found, width
-
-
-def _day(words: str, today: date) -> tuple[date | None, str]:
-    """The day named by the first or last word, and the other words."""
-    known = {"today": today, "yesterday": today - DAY}
-    for name in WEEKDAYS:
-        # The last one that has been; today is said otherwise.
-        known[name] = known[name[:3]] = today - timedelta(days=(today.weekday() - WEEKDAYS.index(name) - 1) % 7 + 1)
-    parts = words.split()
-    for index in (0, -1):
-        day = known.get(parts[index]) if parts else None
-        if day is None and parts and re.fullmatch(r"\d{4}-\d\d-\d\d", parts[index]):
-            try:
-                day = date.fromisoformat(parts[index])
-            except ValueError:
-                continue
-        if day is not None:
-            return day, " ".join(parts[1:] if index == 0 else parts[:-1])
-    return None, words
 
 
 def _clock(words: str, written: str) -> tuple[time, timedelta]:
@@ -309,10 +277,6 @@ def _utc(found: datetime, zone: tzinfo | None) -> datetime:
         return datetime.fromtimestamp(found.timestamp(), UTC)
     except ValueError as error:  # the year is out of range
         raise OverflowError from error
-
-
-def _local(moment: datetime, zone: tzinfo | None) -> datetime:
-    return moment.astimezone(zone)
 
 
 def _zone(local: datetime) -> str:

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakSet, ref
 
-from headgate.errors import InvalidConfiguration
+from headgate.errors import name_missing_extra
 from headgate.gate.event_stream import outcome_of
 from headgate.telemetry.metrics import families
 from headgate.telemetry.metrics.counters import MODES, Metrics
@@ -18,41 +18,35 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Histogram, MeterProvider, Observation
     from opentelemetry.trace import TracerProvider
 
-    from headgate.gate.admission import Admission
+    from headgate.gate.admission import Admission, RequestInfo
     from headgate.gate.base import GateBase
     from headgate.gate.event_stream import DecisionEvent
-    from headgate.gate.request import RequestInfo
+    from headgate.telemetry.metrics.counters import Lag
     from headgate.telemetry.metrics.families import Family, Sample
 
 __all__ = ["Instruments", "instrument", "trace"]
 
 SCOPE: Final = "headgate"
+EXTRA: Final = ("metrics and spans for OpenTelemetry need", "otel", "opentelemetry")
 
 LATENCY: Final = FAMILIES["rate_limiter_check_latency_seconds"]
 REMAINING: Final = FAMILIES["rate_limiter_remaining_ratio"]
 
 
 def instrument(
-    gate: GateBase,
-    provider: MeterProvider | None = None,
-    *,
-    name: str = "default",
-    lag: Callable[[], float] | None = None,
+    gate: GateBase, provider: MeterProvider | None = None, *, name: str = "default", lag: Lag | None = None
 ) -> Metrics:
     """Export the gate's metrics through a MeterProvider; by default, the global one.
 
     The attribute `gate` is the name; gates with the same name are exported as one. `lag` returns the seconds for which
     the policy has not been the newest, for policies that are not files.
     """
-    _require_library()
-    if provider is None:
+    with name_missing_extra(*EXTRA):
         from opentelemetry.metrics import get_meter_provider
-
-        provider = get_meter_provider()
-    instruments = _instruments.get(provider)
-    if instruments is None:
-        instruments = _instruments[provider] = Instruments(provider)
-    return instruments.add(gate, name, lag)
+    provider = get_meter_provider() if provider is None else provider
+    if provider not in _instruments:
+        _instruments[provider] = Instruments(provider)
+    return _instruments[provider].add(gate, name, lag)
 
 
 def trace(gate: GateBase, provider: TracerProvider | None = None) -> None:
@@ -60,26 +54,25 @@ def trace(gate: GateBase, provider: TracerProvider | None = None) -> None:
 
     Its attributes contain the route, the limits and the outcome, but never the client.
     """
-    _require_library()
-    from opentelemetry import trace as tracing
-
-    provider = tracing.get_tracer_provider() if provider is None else provider
+    with name_missing_extra(*EXTRA):
+        from opentelemetry.trace import get_tracer_provider
+    provider = get_tracer_provider() if provider is None else provider
     traced = _traced.setdefault(gate, WeakSet())
     if provider in traced:
         return
     traced.add(provider)
     tracer = provider.get_tracer(SCOPE)
-    elapsed_us = _stopwatch(gate)
+    there = ref(gate)
 
     def hook(_: RequestInfo, admission: Admission) -> None:
-        if admission.resolution is not None:
-            start_ns = time.time_ns() - elapsed_us(admission) * 1000
+        if admission.resolution is not None and (gate := there()) is not None:
+            start_ns = time.time_ns() - max(0, gate.now_us() - admission.received_us) * 1000
             span = tracer.start_span("headgate.check", start_time=start_ns)
             if span.is_recording():
                 span.set_attributes(_attributes(admission))
             span.end()
 
-    gate.add_decision_hook(hook)
+    gate.add_observer(hook)
 
 
 _instruments: WeakKeyDictionary[Any, Instruments] = WeakKeyDictionary()
@@ -99,13 +92,10 @@ class Instruments:
         self._metrics: dict[str, Metrics] = {}
         self._readings: dict[str, list[tuple[str, Sample]]] = {}
         meter = provider.get_meter(SCOPE)
-        bounds = [bound / 1_000_000 for bound in LATENCY_US]
-        self._latency = meter.create_histogram(
-            LATENCY.otel_name, LATENCY.unit, LATENCY.help, explicit_bucket_boundaries_advisory=bounds
-        )
-        self._remaining = meter.create_histogram(
-            REMAINING.otel_name, REMAINING.unit, REMAINING.help, explicit_bucket_boundaries_advisory=REMAINING_SHARES
-        )
+        self._latency, self._remaining = [
+            meter.create_histogram(each.otel_name, each.unit, each.help, explicit_bucket_boundaries_advisory=bounds)
+            for each, bounds in ((LATENCY, [us / 1_000_000 for us in LATENCY_US]), (REMAINING, REMAINING_SHARES))
+        ]
         observed = [family for family in FAMILIES.values() if family.kind != "histogram"]
         for family in observed:
             make = meter.create_observable_counter if family.kind == "counter" else meter.create_observable_gauge
@@ -113,7 +103,7 @@ class Instruments:
             callback = self._observer(family, reads=family is observed[0])
             make(family.otel_name, [callback], family.unit, family.help)
 
-    def add(self, gate: GateBase, name: str, lag: Callable[[], float] | None) -> Metrics:
+    def add(self, gate: GateBase, name: str, lag: Lag | None) -> Metrics:
         """Export the metrics of another gate."""
         metrics = self._metrics.setdefault(name, Metrics())
         if metrics.watch(gate, lag=lag):
@@ -141,8 +131,6 @@ class Instruments:
 
 
 class _HistogramRecorder:
-    """An observer that records the histograms of one gate."""
-
     def __init__(self, gate: str, latency: Histogram, remaining: Histogram) -> None:
         self._gate = gate
         self._latency, self._remaining = latency, remaining
@@ -158,19 +146,6 @@ class _HistogramRecorder:
                 self._remaining.record(share, {"gate": self._gate, "policy": rule.rule.name})
 
 
-def _stopwatch(gate: GateBase) -> Callable[[Admission], int]:
-    """A function that returns the microseconds since a request of the gate was received."""
-    there = ref(gate)
-
-    def elapsed_us(admission: Admission) -> int:
-        gate = there()
-        if gate is None or admission.resolution is None:
-            return 0
-        return max(0, gate.now_us() - admission.received_us)
-
-    return elapsed_us
-
-
 def _attributes(admission: Admission) -> dict[str, Any]:
     resolution, decision = admission.resolution, admission.decision
     assert resolution is not None
@@ -178,30 +153,17 @@ def _attributes(admission: Admission) -> dict[str, Any]:
         "http.route": resolution.route.endpoint,
         "headgate.outcome": outcome_of(admission),
         "headgate.limits": [rule.rule.name for rule in resolution.rules],
+        "headgate.route_class": resolution.route.route_class,
+        "headgate.tier": resolution.tier,
     }
-    if resolution.route.route_class is not None:
-        attributes["headgate.route_class"] = resolution.route.route_class
-    if resolution.tier is not None:
-        attributes["headgate.tier"] = resolution.tier
-    if decision is None:
-        return attributes
-    if decision.degraded is not None:
-        return {**attributes, "headgate.degraded_mode": MODES[resolution.route.on_failure]}
-    attributes["headgate.remaining"] = decision.remaining
-    if not decision.allowed:
-        attributes["headgate.denied_by"] = list(decision.denied_by)
-    if decision.retry_after_us:
-        attributes["headgate.retry_after_ms"] = decision.retry_after_us / 1000
-    would_deny = [shadow.met.rule.name for shadow in admission.shadows if not shadow.decision.allowed]
-    return {**attributes, "headgate.shadow_denied_by": would_deny} if would_deny else attributes
-
-
-def _require_library() -> None:
-    try:
-        import opentelemetry.metrics  # noqa: F401 - only a check
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("opentelemetry", "opentelemetry.metrics"):
-            raise
-        raise InvalidConfiguration(
-            "metrics and spans for OpenTelemetry need the package 'opentelemetry': pip install 'headgate[otel]'"
-        ) from None
+    if decision is not None and decision.degraded is not None:
+        attributes["headgate.degraded_mode"] = MODES[resolution.route.on_failure]
+    elif decision is not None:
+        would_deny = [shadow.met.rule.name for shadow in admission.shadows if not shadow.decision.allowed]
+        attributes |= {
+            "headgate.remaining": decision.remaining,
+            "headgate.denied_by": None if decision.allowed else list(decision.denied_by),
+            "headgate.retry_after_ms": decision.retry_after_us / 1000 if decision.retry_after_us else None,
+            "headgate.shadow_denied_by": would_deny or None,
+        }
+    return {name: value for name, value in attributes.items() if value is not None}

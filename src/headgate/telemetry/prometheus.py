@@ -10,20 +10,21 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, ref
 
 from headgate._fork import reinit_after_fork
-from headgate.errors import InvalidConfiguration
+from headgate.errors import name_missing_extra
 from headgate.telemetry.metrics.counters import Metrics
 from headgate.telemetry.metrics.families import FAMILIES, Histogram
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from prometheus_client.core import Metric
     from prometheus_client.registry import CollectorRegistry
 
-    from headgate.gate.base import GateBase
+    from headgate.gate.event_stream import DecisionSource
+    from headgate.telemetry.metrics.counters import Lag
     from headgate.telemetry.metrics.families import Family, Sample
 
-__all__ = ["GateCollector", "MultiprocessExporter", "register"]
+__all__ = ["GateCollector", "MultiprocessExporter", "register", "series_of"]
 
 logger = logging.getLogger("headgate")
 
@@ -35,11 +36,7 @@ DIRECTORY_VARIABLES: Final = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_
 
 
 def register(
-    gate: GateBase,
-    registry: CollectorRegistry | None = None,
-    *,
-    name: str = "default",
-    lag: Callable[[], float] | None = None,
+    gate: DecisionSource, registry: CollectorRegistry | None = None, *, name: str = "default", lag: Lag | None = None
 ) -> Metrics:
     """Register the gate's metrics in a registry; by default, in the global one of prometheus-client.
 
@@ -58,8 +55,9 @@ def register(
     >>> b'rate_limiter_degraded{gate="default"} 0.0' in generate_latest(registry)
     True
     """
-    library = _library()
-    registry = library.REGISTRY if registry is None else registry
+    with name_missing_extra("metrics for Prometheus need", "prometheus", "prometheus_client"):
+        from prometheus_client import REGISTRY
+    registry = REGISTRY if registry is None else registry
     exporter = _exporters.get(registry)
     if exporter is None:
         is_multiprocess = any(os.environ.get(variable) for variable in DIRECTORY_VARIABLES)
@@ -91,7 +89,7 @@ class GateCollector:
         for gate, metrics in list(self.metrics.items()):
             for sample in metrics.read():
                 metric = found[sample.family.name]
-                for suffix, labels, value in _series(sample, gate):
+                for suffix, labels, value in series_of(sample, gate):
                     metric.add_sample(metric.name + suffix, labels, value)
         return [metric for metric in found.values() if metric.samples]
 
@@ -105,7 +103,7 @@ class MultiprocessExporter:
         self._every = every
         self._values: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._gauges: set[Any] = set()
-        self._start()
+        self.reset_after_fork()
         reinit_after_fork(self)
 
     def write(self) -> None:
@@ -113,16 +111,12 @@ class MultiprocessExporter:
         written = set()
         for gate, metrics in list(self.metrics.items()):
             for sample in metrics.read():
-                for suffix, labels, number in _series(sample, gate, is_cumulative=False):
+                for suffix, labels, number in series_of(sample, gate, is_cumulative=False):
                     value = self._value(sample.family, suffix, labels)
                     value.set(number)
                     written.add(value)
         for value in self._gauges - written:  # such as the version of an earlier policy
             value.set(0)
-
-    def reset_after_fork(self) -> None:
-        """Start a thread in the child."""
-        self._start()
 
     def _value(self, family: Family, suffix: str, labels: dict[str, str]) -> Any:
         at = family.name + suffix, tuple(labels.values())
@@ -130,20 +124,18 @@ class MultiprocessExporter:
         if value is None:
             from prometheus_client.values import ValueClass
 
+            mode = {"multiprocess_mode": f"live{family.aggregation}"} if family.kind == "gauge" else {}
             about = family.kind, family.name, at[0], tuple(labels), at[1], family.help
-            if family.kind == "gauge":
-                value = ValueClass(*about, multiprocess_mode=f"live{family.aggregation}")
+            value = self._values[at] = ValueClass(*about, **mode)
+            if mode:
                 self._gauges.add(value)
-            else:
-                value = ValueClass(*about)
-            self._values[at] = value
         return value
 
-    def _start(self) -> None:
+    def reset_after_fork(self) -> None:
+        """Start the thread, of which a child has none."""
         if self._every is not None:
-            threading.Thread(
-                target=_write_forever, args=(ref(self), self._every), name="headgate-metrics", daemon=True
-            ).start()
+            arguments = ref(self), self._every
+            threading.Thread(target=_write_forever, args=arguments, name="headgate-metrics", daemon=True).start()
 
 
 def _write_forever(there: ref[MultiprocessExporter], every: float) -> None:
@@ -165,7 +157,7 @@ def _empty(family: Family) -> Metric:
     return Metric(family.name, family.help, family.kind)
 
 
-def _series(sample: Sample, gate: str, *, is_cumulative: bool = True) -> Iterator[tuple[str, dict[str, str], float]]:
+def series_of(sample: Sample, gate: str, *, is_cumulative: bool = True) -> Iterator[tuple[str, dict[str, str], float]]:
     """The Prometheus samples of a value: name suffix, labels and value."""
     family, values, value = sample
     labels = {"gate": gate, **dict(zip(family.labels, values, strict=True))}
@@ -178,15 +170,3 @@ def _series(sample: Sample, gate: str, *, is_cumulative: bool = True) -> Iterato
     if is_cumulative:
         yield "_count", labels, sum(value.counts)
     yield "_sum", labels, value.total
-
-
-def _library() -> Any:
-    try:
-        import prometheus_client
-    except ModuleNotFoundError as missing:
-        if missing.name != "prometheus_client":
-            raise
-        raise InvalidConfiguration(
-            "metrics for Prometheus need the package 'prometheus_client': pip install 'headgate[prometheus]'"
-        ) from None
-    return prometheus_client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate.errors import InvalidConfiguration
@@ -10,17 +11,17 @@ from headgate.gate.base import SECRET_VARIABLE
 from headgate.policy.addresses import Networks, canonical
 from headgate.policy.api_keys import PREFIX, ApiKeyHasher, IdentityHashes
 from headgate.policy.model import NET_SUFFIX
-from headgate.policy.snapshot import AMBIGUOUS, CLIENT_KINDS, OTHER_API_KEYS
+from headgate.policy.snapshot import AMBIGUOUS, CLIENT_KINDS, OTHER_API_KEYS, client_kind
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from headgate.gate.base import GateBase
+    from headgate.gate.event_stream import DecisionSource
     from headgate.keys import Key
     from headgate.policy.model import Policy
     from headgate.policy.snapshot import Identities
 
-__all__ = ["EVERYBODY", "LABEL", "NodePseudonyms", "Pseudonym", "Pseudonymizer", "label_key"]
+__all__ = ["EVERYBODY", "LABEL", "NodePseudonyms", "Pseudonym", "Pseudonymizer", "checked_secret", "label_key"]
 
 LABEL: Final = "label"
 """The kind of keys that are labels."""
@@ -50,24 +51,19 @@ class Pseudonymizer:
         if "api_key" in show:
             raise InvalidConfiguration("API keys are never shown: leave 'api_key' out of show")
         self._show = frozenset(show)
-        given = _checked_secret(secret)
+        given = checked_secret(secret)
         self._api_keys = ApiKeyHasher(given)
-        self._hashes = IdentityHashes(given)
+        self.key = IdentityHashes(given)
+        """The keyed hash of a kind and a normalised identity; API keys have the same hash in policies."""
         self._cache: dict[tuple[str, ...], Pseudonym] = {}
         self._labels_of: Policy | None = None
         self._labels: Mapping[str, str] = {}
         self._networks: Networks[str] | None = None
 
-    def key(self, kind: str, value: str) -> str:
-        """The keyed hash of a normalised identity; API keys have the same hash in policies."""
-        return self._hashes(kind, value)
-
     def hash_of(self, kind: str, value: str) -> str:
         """The keyed hash of an identity as entered by a person: a raw API key, or an address in any notation."""
-        if value.startswith(PREFIX):
+        if kind == "api_key" or value.startswith(PREFIX):
             return self._api_keys.fingerprint(value)  # unchanged if it is a hash already
-        if kind == "api_key":
-            return self._api_keys.fingerprint(value)
         return self.key(kind, (canonical(value) or value) if kind == "ip" else value)
 
     def pseudonym(self, who: tuple[str, ...], policy: Policy | None = None) -> Pseudonym:
@@ -91,14 +87,14 @@ class Pseudonymizer:
     def _compute(self, who: Identities) -> Pseudonym:
         kinds = [kind for kind in who if kind not in NOT_IDENTITIES]
         keys = [self.key(kind, who[kind]) for kind in kinds]
-        if who["address"] != who["ip"]:  # counted by its network: found by either
+        if who.get("address") != who.get("ip"):  # counted by its network: found by either
             kinds.append("ip")
             keys.append(self.key("ip", who["address"]))
         if OTHER_API_KEYS in who:
             several = who[OTHER_API_KEYS].split()
             kinds += ["api_key"] * len(several)
             keys += several
-        kind = next((each for each in CLIENT_KINDS if who.get(each)), "ip")
+        kind = client_kind(who)
         key = keys[kinds.index(kind)]
         label, names = self._label(kind, who, key, keys)
         kinds += [LABEL] * len(names)
@@ -106,11 +102,10 @@ class Pseudonymizer:
 
     def _label(self, kind: str, who: Identities, key: str, keys: list[str]) -> tuple[str, list[str]]:
         """The label of a client, and the keys of labels by which it can be found."""
-        if self._labels:
-            label = next((self._labels[each] for each in (key, *keys) if each in self._labels), None)
-            if label is not None:
-                return label, [label_key(label)]
-        if self._networks is not None and (label := self._networks.find(who["address"])) is not None:
+        label = next((self._labels[each] for each in (key, *keys) if each in self._labels), None)
+        if label is None and self._networks is not None and "address" in who:
+            label = self._networks.find(who["address"])
+        if label is not None:
             return label, [label_key(label)]
         value = who[kind]
         if kind in self._show:
@@ -120,15 +115,13 @@ class Pseudonymizer:
             return f"ip {_network_of(value)}", []
         if value == AMBIGUOUS and kind == "api_key":
             return "several API keys at once", []
-        return f"{kind} {key[: len(PREFIX) + SHORT_HASH_DIGITS]}", []
+        return _short(kind, key), []
 
     def _load_labels(self, policy: Policy | None) -> None:
-        labelled = [client for client in policy.clients if client.label] if policy is not None else []
-        networks = {each.identity.value: each.label or "" for each in labelled if each.identity.kind == "ip"}
+        named = [(*each.identity, each.label) for each in policy.clients if each.label] if policy is not None else []
+        networks = {value: label for kind, value, label in named if kind == "ip"}
         self._networks = Networks(networks) if networks else None
-        self._labels = {
-            self.hash_of(*each.identity): each.label or "" for each in labelled if each.identity.kind != "ip"
-        }
+        self._labels = {self.hash_of(kind, value): label for kind, value, label in named if kind != "ip"}
         self._labels_of = policy
         self._cache.clear()
 
@@ -138,7 +131,8 @@ def label_key(label: str) -> str:
     return f"{LABEL}:{' '.join(label.casefold().split())[:MAX_LABEL_LENGTH]}"
 
 
-def _checked_secret(secret: str | bytes | None) -> bytes:
+def checked_secret(secret: str | bytes | None) -> bytes:
+    """The secret as bytes; by default, from the environment."""
     given = secret if secret is not None else os.environ.get(SECRET_VARIABLE)
     if not given:
         raise InvalidConfiguration(
@@ -149,10 +143,13 @@ def _checked_secret(secret: str | bytes | None) -> bytes:
 
 
 def _network_of(address: str) -> str:
-    """The network of an address, as text."""
     if ":" in address:
         return ":".join(address.partition("::")[0].split(":")[:3]) + ":*"
     return f"{address.rpartition('.')[0]}.*" if "." in address else address
+
+
+def _short(kind: str, key: str) -> str:
+    return f"{kind} {key[: len(PREFIX) + SHORT_HASH_DIGITS]}"
 
 
 def _printable(text: str) -> str:
@@ -180,42 +177,35 @@ class NodePseudonyms:
 
     def of_client(self, who: Identities) -> Pseudonym:
         """The pseudonym of a request's client. Addresses are shown as networks with a part of their hash."""
-        pseudonym = self._clients.pseudonym((*who, *who.values()), self._policy)
-        kind, key, label, _, _ = pseudonym
-        if not (kind == "ip" and label.startswith("ip ") and label.endswith("*")):
-            return pseudonym
-        return pseudonym._replace(label=f"{label} ({key.removeprefix(PREFIX)[:SHORT_HASH_DIGITS]})")
+        found = self._clients.pseudonym((*who, *who.values()), self._policy)
+        if found.kind != "ip" or not (found.label.startswith("ip ") and found.label.endswith("*")):
+            return found
+        return found._replace(label=f"{found.label} ({found.key.removeprefix(PREFIX)[:SHORT_HASH_DIGITS]})")
 
-    def hot_counters(self, gate: GateBase, limit: int) -> list[list[Any]]:
+    def hot_counters(self, gate: DecisionSource, limit: int) -> list[list[Any]]:
         """The hottest counters of a gate: name of the limit, kind, key, label and requests per second."""
-        rates: dict[tuple[str, str, str, str], int] = {}
+        rates: Counter[tuple[str, ...]] = Counter()
         for key, per_second in gate.hot_counters():
-            name = self.of_counter(key)
-            at = key.limit.name, name.kind, name.key, name.label
-            rates[at] = rates.get(at, 0) + per_second
-        busiest = sorted(rates.items(), key=lambda item: -item[1])[:limit]
-        return [[*at, rate] for at, rate in busiest]
+            rates[key.limit.name, *self.of_counter(key)[:3]] += per_second
+        return [[*at, rate] for at, rate in rates.most_common(limit)]
 
     def of_counter(self, key: Key) -> Pseudonym:
         """The pseudonym of the client that a counter counts, from the parts of its key."""
         parts = [str(part) for part in key.parts]
         if not parts:
             return EVERYBODY
-        by = self._by.get(key.limit.name)
         if key.limit.name.endswith(NET_SUFFIX):  # its first part is the address
             return self.of_client({"address": parts[0], "ip": parts[0]})
         if parts[0] == "" and len(parts) == 3:  # by another identity, as the request lacks the limit's own
             who = {parts[1]: parts[2]}
         else:
-            who = _identities(by or (), parts) or {"other": "|".join(parts)}
+            who = _identities(self._by.get(key.limit.name, ()), parts) or {"other": "|".join(parts)}
         address = who.get("ip", "")
         if any(who.get(kind) for kind in CLIENT_KINDS):
             return self.of_client({"address": address, "ip": address, **who})
         kind, value = next(iter(who.items()))
         hashed = self._clients.key(kind, value)
-        return Pseudonym(
-            kind, hashed, value if kind == "endpoint" else f"{kind} {hashed[: len(PREFIX) + SHORT_HASH_DIGITS]}", (), ()
-        )
+        return Pseudonym(kind, hashed, value if kind == "endpoint" else _short(kind, hashed), (), ())
 
 
 def _identities(by: tuple[str, ...], parts: list[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What nodes say each second: bounded, without anybody's name, and summed sensibly whatever their clocks say."""
+"""Node status reports: bounded, without client names, and summed correctly across clock skew."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from headgate.gate.gate import Gate
 from headgate.local import prepaid
 from headgate.policy import read
 from headgate.telemetry import DecisionLog
-from headgate.telemetry.fleet import latency, rollups
+from headgate.telemetry.fleet import rollups
 from headgate.telemetry.fleet.aggregator import SECONDS, ClockAligner, ClockShift, FleetAggregator
-from headgate.telemetry.fleet.latency import bucket_of, quantile
 from headgate.telemetry.fleet.redis_status_store import RedisStatusStore
 from headgate.telemetry.fleet.reporter import StatusReporter
 from headgate.telemetry.fleet.rollups import (
@@ -33,6 +32,8 @@ from headgate.telemetry.fleet.rollups import (
     MinuteRollup,
     Second,
     TrafficSketch,
+    bucket_of,
+    quantile,
     read_minute,
 )
 from headgate.telemetry.fleet.status_store import MemoryStatusStore, open_status_store
@@ -62,24 +63,24 @@ clients: [{tenant: acme, label: Acme Inc.}]
 """
 
 
-def arrival(path: str = "/", *, client: str = "203.0.113.9", **headers: str) -> AsgiRequest:
+def make_request(path: str = "/", *, client: str = "203.0.113.9", **headers: str) -> AsgiRequest:
     lines = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     return AsgiRequest({"type": "http", "method": "GET", "path": path, "client": (client, 1), "headers": lines})
 
 
 class Site:
-    """A gate with a pulse that beats when it is told to, and somebody who looks, all on one clock."""
+    """A gate with a manually driven reporter and an aggregator, all on one clock."""
 
     def __init__(self, policy: str = POLICY, store: str = "memory://", **options: Any) -> None:
         self.clock = FakeClock(NOON_US)
         self.board = MemoryStatusStore(monotonic=lambda: self.clock.now_us() / 1_000_000)
         self.beats = FleetAggregator(self.board, clock=self.clock)
-        self.gate, self.pulse = self.node(policy, store, **options)
+        self.gate, self.reporter = self.node(policy, store, **options)
 
     def node(
         self, policy: str = POLICY, store: str = "memory://", *, skew: float = 0.0, name: str = "web", **options: Any
     ) -> tuple[Gate, StatusReporter]:
-        """Another one, whose clock is off by so many seconds."""
+        """Add a node whose clock is off by skew seconds."""
         clock = _Skewed(self.clock, round(skew * 1_000_000))
         gate = Gate(
             read(policy),
@@ -93,8 +94,8 @@ class Site:
     def pass_seconds(self, number: int = 1, *others: StatusReporter) -> None:
         for _ in range(number):
             self.clock.advance(1)
-            for pulse in (self.pulse, *others):
-                pulse.report()
+            for reporter in (self.reporter, *others):
+                reporter.report()
 
 
 class _Skewed:
@@ -108,11 +109,11 @@ class _Skewed:
 # ------------------------------------------------------------------ what is told
 
 
-def test_what_a_gate_decides_is_on_the_chart_two_seconds_later() -> None:
+def test_decisions_are_charted_two_seconds_later() -> None:
     site = Site()
     for _ in range(12):
-        site.gate.admit(arrival())
-    site.gate.admit(arrival(client="203.0.113.66"))
+        site.gate.admit(make_request())
+    site.gate.admit(make_request(client="203.0.113.66"))
     site.pass_seconds(2)
     told = site.beats.gather()
     assert told.troubles == ()
@@ -121,44 +122,44 @@ def test_what_a_gate_decides_is_on_the_chart_two_seconds_later() -> None:
     assert (told.series.allowed[-1], told.series.denied[-1], told.series.blocked[-1]) == (10, 2, 1)
     assert sum(told.series.allowed) == told.totals.allowed == told.nodes[0].allowed == 10
     assert (told.totals.denied, told.totals.blocked) == (2, 1)
-    assert told.series.p50_us[-1] == 0  # on a clock that stands still
+    assert told.series.p50_us[-1] == 0  # the clock does not move
     assert told.series.p50_us[-2] is None
 
 
-def test_nothing_is_counted_twice_or_lost_when_writes_are_lost_or_looks_are_many() -> None:
+def test_lost_writes_and_many_reads_keep_counts_exact() -> None:
     site = Site()
     for second in range(40):
         for _ in range(second % 3):
-            site.gate.admit(arrival(client=f"203.0.113.{second}"))
+            site.gate.admit(make_request(client=f"203.0.113.{second}"))
         site.clock.advance(1)
         if second % 7 == 0:  # six of seven writes are lost
-            site.pulse.report()
+            site.reporter.report()
             for _ in range(3):
                 site.beats.gather()
     site.pass_seconds(2)
     assert site.beats.gather().totals.allowed == sum(second % 3 for second in range(40))
 
 
-def test_who_begins_to_look_sees_the_five_minutes_before() -> None:
+def test_overview_starts_with_the_last_five_minutes() -> None:
     site = Site("limits: [{by: ip, bucket: 100000/minute}]")
     for _ in range(200):
-        site.gate.admit(arrival())
+        site.gate.admit(make_request())
         site.pass_seconds()
     site.pass_seconds(2)
     assert sum(FleetAggregator(site.board, clock=site.clock).gather().series.allowed) == 200
-    # Also who looked once, and then not for long.
+    # Also after a long pause between two reads.
     late = FleetAggregator(site.board, clock=site.clock)
     late.gather()
     for _ in range(60):
-        site.gate.admit(arrival())
+        site.gate.admit(make_request())
         site.pass_seconds()
     site.pass_seconds(2)
     assert sum(late.gather().series.allowed) == 260
 
 
-def test_what_is_older_than_five_minutes_is_forgotten() -> None:
+def test_data_older_than_five_minutes_is_dropped() -> None:
     site = Site()
-    site.gate.admit(arrival())
+    site.gate.admit(make_request())
     site.pass_seconds(3)
     assert sum(site.beats.gather().series.allowed) == 1
     for _ in range(SECONDS + 5):
@@ -168,7 +169,7 @@ def test_what_is_older_than_five_minutes_is_forgotten() -> None:
     assert len(site.beats._totals) <= SECONDS + 3
 
 
-def test_a_node_is_silent_after_five_seconds_and_gone_after_a_minute() -> None:
+def test_node_is_silent_after_5_s_and_gone_after_60_s() -> None:
     site = Site()
     site.pass_seconds()
     states = []
@@ -179,24 +180,24 @@ def test_a_node_is_silent_after_five_seconds_and_gone_after_a_minute() -> None:
     assert states == ["ready"] * 6 + ["silent"] * 54 + ["gone"] * 2
 
 
-def test_a_node_that_is_closed_is_gone_at_once() -> None:
+def test_closed_node_is_gone_at_once() -> None:
     site = Site()
     site.pass_seconds()
-    site.pulse.close()
-    site.pulse.close()
+    site.reporter.close()
+    site.reporter.close()
     assert site.beats.gather().nodes == ()
     site.pass_seconds()
     assert site.beats.gather().nodes == ()
 
 
-def test_a_node_says_how_it_is(tmp_path: Path) -> None:
+def test_node_reports_its_health(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("limits: [{by: ip, bucket: 1/day}]", "utf-8")
     board, log = MemoryStatusStore(), DecisionLog("logging://", secret=SECRET)
     gate = Gate(file, NOWHERE, secret=SECRET, on_decision=log, reload_every=None)
-    pulse = StatusReporter(gate, board, node="web-1", region="eu", every=None)
-    gate.admit(arrival())
-    pulse.report()
+    reporter = StatusReporter(gate, board, node="web-1", region="eu", every=None)
+    gate.admit(make_request())
+    reporter.report()
     (node,) = FleetAggregator(board).gather().nodes
     assert (node.name, node.region, node.state) == (f"web-1:{os.getpid()}", "eu", "degraded")
     assert node.shards in ((), (("127.0.0.1:1", False),), (("127.0.0.1:1", True),))
@@ -205,31 +206,31 @@ def test_a_node_says_how_it_is(tmp_path: Path) -> None:
     assert node.config_age_s is None
     assert (node.lost, node.log_error) == (0, None)
     log.close()
-    pulse.close()
+    reporter.close()
     gate.close()
 
 
-def test_degraded_decisions_are_counted_and_say_nothing_of_limits() -> None:
+def test_degraded_decisions_are_counted_without_limits() -> None:
     board = MemoryStatusStore()
     clock = FakeClock(NOON_US)
     gate = Gate(read("limits: [{by: ip, bucket: 1/day}]\non_failure: closed"), NOWHERE, secret=SECRET)
-    pulse = StatusReporter(gate, board, every=None)
+    reporter = StatusReporter(gate, board, every=None)
     gate._time_ns = in_ns(clock)
     for _ in range(3):
-        gate.admit(arrival())
+        gate.admit(make_request())
     clock.advance(3)
-    pulse.report()
+    reporter.report()
     told = FleetAggregator(board, clock=clock).gather()
     assert (told.totals.unavailable, told.totals.degraded, told.near) == (3, 3, ())
-    pulse.close()
+    reporter.close()
     gate.close()
 
 
-def test_the_most_denied_of_the_last_minute_come_first() -> None:
+def test_top_denied_covers_the_last_minute() -> None:
     site = Site()
     for number, client in enumerate(("203.0.113.1", "203.0.113.2", "203.0.113.3")):
         for _ in range(10 + number):
-            site.gate.admit(arrival(client=client))
+            site.gate.admit(make_request(client=client))
     site.pass_seconds(2)
     told = site.beats.gather().top_denied
     assert [(each.denied, each.allowed) for each in told] == [(2, 10), (1, 10)]
@@ -242,31 +243,31 @@ def test_the_most_denied_of_the_last_minute_come_first() -> None:
 
 def test_denials_of_several_nodes_are_summed() -> None:
     site = Site()
-    gate, pulse = site.node(name="other")
+    gate, reporter = site.node(name="other")
     for each in (site.gate, gate):
         for _ in range(13):
-            each.admit(arrival())
-    site.pass_seconds(2, pulse)
+            each.admit(make_request())
+    site.pass_seconds(2, reporter)
     told = site.beats.gather()
     assert len(told.nodes) == 2
     assert [(each.denied, each.allowed) for each in told.top_denied] == [(6, 20)]
     assert (told.series.allowed[-1], told.series.denied[-1]) == (20, 6)
 
 
-def test_near_is_who_has_a_tenth_left_with_the_exact_number() -> None:
+def test_near_means_a_tenth_left() -> None:
     site = Site()
     for _ in range(8):
-        site.gate.admit(arrival(x_tenant="acme"))
+        site.gate.admit(make_request(x_tenant="acme"))
     site.pass_seconds()
     assert site.beats.gather().near == ()
-    site.gate.admit(arrival(x_tenant="acme"))
+    site.gate.admit(make_request(x_tenant="acme"))
     site.pass_seconds()
     (near,) = site.beats.gather().near
     assert (near.kind, near.label, near.limit, near.left, near.capacity, near.share) == (
         "tenant", "Acme Inc.", "requests", 1, 10, 0.1
     )  # fmt: skip
-    site.clock.advance(12)  # two are back
-    site.gate.admit(arrival(x_tenant="acme"))
+    site.clock.advance(12)  # two tokens are refilled
+    site.gate.admit(make_request(x_tenant="acme"))
     site.pass_seconds()
     assert site.beats.gather().near == ()
 
@@ -284,7 +285,7 @@ def test_near_is_who_has_a_tenth_left_with_the_exact_number() -> None:
         ("endpoint", "endpoint", "/items", "/items"),
     ],
 )
-def test_near_is_whom_the_limit_counts_and_not_whoever_asked_last(by: str, kind: str, value: str, label: str) -> None:
+def test_near_counts_the_limit_not_the_last_client(by: str, kind: str, value: str, label: str) -> None:
     site = Site()
     policy = read(
         f"limits: [{{name: few, by: {by}, bucket: 1/day}}]\nroutes: [{{path: /items}}]\n"
@@ -292,31 +293,31 @@ def test_near_is_whom_the_limit_counts_and_not_whoever_asked_last(by: str, kind:
     )
     users = {"user": lambda a: a.header("x-user")[0], "session": lambda _: None}
     gate = Gate(policy, clock=site.clock, secret=SECRET, identities=users)
-    pulse = StatusReporter(gate, site.board, every=None)
-    gate.admit(arrival("/items", client="203.0.113.9", x_user="ada"))
-    site.pass_seconds(2, pulse)
+    reporter = StatusReporter(gate, site.board, every=None)
+    gate.admit(make_request("/items", client="203.0.113.9", x_user="ada"))
+    site.pass_seconds(2, reporter)
     (near,) = site.beats.gather().near
     key = Pseudonymizer(SECRET).key(kind, value)
     assert (near.limit, near.kind, near.key, near.label) == ("few", kind, key, label.format(hash=key[:13]))
-    pulse.close()
+    reporter.close()
     gate.close()
 
 
-def test_near_is_forgotten_after_a_minute() -> None:
+def test_near_entry_expires_after_a_minute() -> None:
     site = Site()
     for _ in range(10):
-        site.gate.admit(arrival())
+        site.gate.admit(make_request())
     site.pass_seconds(58)
     assert [near.left for near in site.beats.gather().near] == [0]
     site.pass_seconds(3)
     assert site.beats.gather().near == ()
-    assert site.pulse._seconds.near == {}
+    assert site.reporter._seconds.near == {}
 
 
-def test_a_limit_for_all_is_near_for_everybody() -> None:
+def test_global_limit_is_near_for_all_clients() -> None:
     site = Site()
     for number in range(5):
-        site.gate.admit(arrival("/search", client=f"203.0.113.{number}"))
+        site.gate.admit(make_request("/search", client=f"203.0.113.{number}"))
     site.pass_seconds()
     assert [(near.kind, near.label, near.limit, near.left) for near in site.beats.gather().near] == [
         ("global", "everybody", "searches", 0)
@@ -342,18 +343,18 @@ def test_hot_keys_are_named_by_limit_and_client(
     tenant = {"tenant": lambda a: a.header("x-tenant")[0]}
     gate = Gate(policy, redis7.url, secret=SECRET, identities=tenant, budget=1.0)
     board = MemoryStatusStore()
-    pulse = StatusReporter(gate, board, every=None)
+    reporter = StatusReporter(gate, board, every=None)
     for _ in range(40):
-        gate.admit(arrival(x_tenant="acme"))
-    pulse.report()
+        gate.admit(make_request(x_tenant="acme"))
+    reporter.report()
     (hot,) = FleetAggregator(board).gather().hot
     assert (hot.limit, hot.kind, hot.label) == (unique, kind, label.format(hot.key[5:13]))
     assert hot.rate > 100
-    pulse.close()
+    reporter.close()
     gate.close()
 
 
-def test_nobodys_name_is_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_store_holds_no_client_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StatusReporter, "sample_share", 1.0)
     names = {"tenant": "tenant-nobody-knows", "user": "user-nobody-knows"}
     policy = read(
@@ -364,10 +365,12 @@ def test_nobodys_name_is_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
         site = Site()
         identities = {kind: lambda _, kind=kind: names[kind] for kind in kinds}
         gate = Gate(policy, clock=site.clock, secret=SECRET, identities=identities)
-        pulse = StatusReporter(gate, site.board, show=(), every=None)
+        reporter = StatusReporter(gate, site.board, show=(), every=None)
         for _ in range(30):
-            gate.admit(arrival("/secret-path", client="198.51.100.77", x_api_key=RAW_KEY, user_agent="secret-agent"))
-        site.pass_seconds(70, pulse)
+            gate.admit(
+                make_request("/secret-path", client="198.51.100.77", x_api_key=RAW_KEY, user_agent="secret-agent")
+            )
+        site.pass_seconds(70, reporter)
         text = repr(site.board._documents) + repr(site.beats.gather())
         assert "minutes/" in text
         assert not [
@@ -375,38 +378,38 @@ def test_nobodys_name_is_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
 
-def test_documents_stay_small_whatever_clients_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollups, "MAX_CLIENTS", 400)
     monkeypatch.setattr(rollups, "MAX_NEAR", 50)
     site = Site("limits: [{by: ip, bucket: 1/day}]")
     for number in range(1000):
         for _ in range(2):
-            site.gate.admit(arrival(client=f"10.1.{number // 250}.{number % 250}"))
+            site.gate.admit(make_request(client=f"10.1.{number // 250}.{number % 250}"))
     site.pass_seconds(2)
-    assert len(site.pulse._seconds.near) == 50
+    assert len(site.reporter._seconds.near) == 50
     told = site.beats.gather()
-    assert (told.totals.allowed, told.totals.denied) == (1000, 1000)  # all are counted, if not by name
+    assert (told.totals.allowed, told.totals.denied) == (1000, 1000)  # all are counted, though not all by name
     assert len(told.top_denied) == len(told.near) == 20
     assert all(len(posted.document) < 10_000 for posted in site.board.read("beats/").values())
     site.pass_seconds(61)
-    assert site.pulse._recent == {}
+    assert site.reporter._recent == {}
 
 
 # ------------------------------------------------------------------ clocks
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.4, -0.4, 37.0, -3600.0, 86400.3])
-def test_nodes_with_wrong_clocks_are_summed_in_the_right_seconds(skew: float) -> None:
+def test_skewed_nodes_are_summed_in_the_right_seconds(skew: float) -> None:
     site = Site("limits: [{by: ip, bucket: 100000/minute}]")
-    gate, pulse = site.node("limits: [{by: ip, bucket: 100000/minute}]", skew=skew, name="skewed")
+    gate, reporter = site.node("limits: [{by: ip, bucket: 100000/minute}]", skew=skew, name="skewed")
     site.clock.advance(0.5)
     for second in range(30):
         for _ in range(10 if second == 15 else 1):
-            site.gate.admit(arrival())
-            gate.admit(arrival())
-        site.pass_seconds(1, pulse)
+            site.gate.admit(make_request())
+            gate.admit(make_request())
+        site.pass_seconds(1, reporter)
         site.beats.gather()
-    site.pass_seconds(3, pulse)
+    site.pass_seconds(3, reporter)
     series = site.beats.gather().series
     peak = series.allowed.index(max(series.allowed))
     assert series.start_s + peak == NOON_US // 1_000_000 + 15
@@ -415,7 +418,7 @@ def test_nodes_with_wrong_clocks_are_summed_in_the_right_seconds(skew: float) ->
 
 
 @pytest.mark.parametrize("step", [-3600, -30, -3, 3, 30])
-def test_a_clock_that_is_set_loses_little_and_doubles_nothing(step: int) -> None:
+def test_clock_step_loses_little_and_doubles_nothing(step: int) -> None:
     site = Site("limits: [{by: ip, bucket: 100000/minute}]")
     skewed: Any = site.gate._clock
     for second in range(60):
@@ -424,7 +427,7 @@ def test_a_clock_that_is_set_loses_little_and_doubles_nothing(step: int) -> None
         if second == 40:
             skewed.off_us = 0
         for _ in range(10):
-            site.gate.admit(arrival())
+            site.gate.admit(make_request())
         site.pass_seconds()
         site.beats.gather()
     site.pass_seconds(3)
@@ -433,13 +436,13 @@ def test_a_clock_that_is_set_loses_little_and_doubles_nothing(step: int) -> None
     assert max(told.series.allowed) == 10
 
 
-def test_one_word_that_was_held_up_moves_nothing_and_three_in_a_row_do() -> None:
+def test_three_late_reports_in_a_row_shift_a_node() -> None:
     placing = ClockAligner(1_000_000)
     shifts = [placing.shift("a", 0, put_us) for put_us in (0, 100_000, 5_000_000, 100_000)]
     assert shifts == [ClockShift(0), ClockShift(0), ClockShift(0, is_in_doubt=True), ClockShift(0)]
     late = [placing.shift("a", 0, 5_000_000) for _ in range(4)]
     assert late == [*[ClockShift(0, is_in_doubt=True)] * 2, ClockShift(5, is_moved=True), ClockShift(5)]
-    assert placing.shift("a", 0, 0) == ClockShift(0, is_moved=True)  # nothing comes before it was sent
+    assert placing.shift("a", 0, 0) == ClockShift(0, is_moved=True)  # a report cannot arrive before it was sent
     placing.keep(["b"])
     assert placing._shifts == {}
 
@@ -447,7 +450,7 @@ def test_one_word_that_was_held_up_moves_nothing_and_three_in_a_row_do() -> None
 # ------------------------------------------------------------------ latency
 
 
-def test_latencies_are_told_within_a_quarter() -> None:
+def test_latencies_are_accurate_within_a_quarter() -> None:
     assert [bucket_of(took_us) for took_us in (-5, 0, 7, 8, 9, 10, 15, 16)] == [0, 0, 7, 8, 8, 9, 11, 12]
     rng = random.Random(5)
     for _ in range(2000):
@@ -456,10 +459,10 @@ def test_latencies_are_told_within_a_quarter() -> None:
         assert told is not None
         assert abs(told - took_us) <= took_us / 4
     assert quantile({}, 0.5) is None
-    assert bucket_of(10**12) == latency.BUCKETS - 1
+    assert bucket_of(10**12) == rollups.BUCKETS - 1
 
 
-def test_quantiles_are_those_of_all_requests() -> None:
+def test_quantiles_cover_all_requests() -> None:
     counts: dict[int, int] = {}
     for took_us in range(1000):
         counts[bucket_of(took_us)] = counts.get(bucket_of(took_us), 0) + 1
@@ -471,15 +474,15 @@ def test_quantiles_are_those_of_all_requests() -> None:
 # ------------------------------------------------------------------ the thread
 
 
-def test_a_pulse_beats_by_itself_and_ends_with_its_gate() -> None:
+def test_reporter_runs_until_its_gate_is_gone() -> None:
     board, before = MemoryStatusStore(), {*threading.enumerate()}
 
     def beating() -> list[threading.Thread]:
         return [thread for thread in {*threading.enumerate()} - before if thread.name == "headgate-status"]
 
     gate = Gate(read("limits: [{by: ip, bucket: 1/day}]"))
-    there = weakref.ref(StatusReporter(gate, board, every=0.02))  # nobody keeps it but the gate
-    gate.admit(arrival())
+    there = weakref.ref(StatusReporter(gate, board, every=0.02))  # referenced by the gate only
+    gate.admit(make_request())
     wait_until(lambda: FleetAggregator(board).gather().nodes, "a beat")
     assert there() is not None
     assert beating()
@@ -489,27 +492,27 @@ def test_a_pulse_beats_by_itself_and_ends_with_its_gate() -> None:
     wait_until(lambda: not beating(), "the end of the thread")
 
 
-def test_a_pulse_ends_with_the_store_of_a_gate_that_is_closed(redis7: RedisServer) -> None:
+def test_reporter_ends_with_the_closed_gate(redis7: RedisServer) -> None:
     board = MemoryStatusStore()
     gate = Gate(read("limits: [{by: ip, bucket: 1/day}]"), redis7.url)
-    pulse = StatusReporter(gate, board, secret=SECRET, every=0.02)
+    reporter = StatusReporter(gate, board, secret=SECRET, every=0.02)
     wait_until(lambda: board.read("beats/"), "a beat")
     gate.close()
     wait_until(lambda: not board.read("beats/"), "the node to leave")
-    assert pulse._is_closed
+    assert reporter._is_closed
 
 
-def test_what_is_told_to_a_gate_goes_on_after_the_one_before() -> None:
+def test_reporter_keeps_the_decision_listener_of_its_gate() -> None:
     heard: list[Any] = []
     gate = Gate(read("limits: [{by: ip, bucket: 1/day}]"), on_decision=lambda *told: heard.append(told))
-    pulse = StatusReporter(gate, MemoryStatusStore(), every=None)
-    gate.admit(arrival())
+    reporter = StatusReporter(gate, MemoryStatusStore(), every=None)
+    gate.admit(make_request())
     assert len(heard) == 1
     gate.flush_events()
-    assert pulse._seconds.has_decisions
+    assert reporter._seconds.has_decisions
 
 
-def test_a_forked_child_is_a_node_of_its_own_and_its_parent_is_none_until_it_decides() -> None:
+def test_forked_child_is_a_node_of_its_own() -> None:
     site = Site()
     site.pass_seconds()
     assert len(site.beats.gather().nodes) == 1
@@ -518,7 +521,7 @@ def test_a_forked_child_is_a_node_of_its_own_and_its_parent_is_none_until_it_dec
     if child == 0:
         status = 1
         try:
-            site.gate.admit(arrival())
+            site.gate.admit(make_request())
             site.pass_seconds(2)
             names = sorted(site.board.read("beats/"))
             os.write(here, json.dumps([names, site.beats.gather().totals.allowed]).encode())
@@ -533,20 +536,20 @@ def test_a_forked_child_is_a_node_of_its_own_and_its_parent_is_none_until_it_dec
     assert [name for name in names if f":{child}:" in name]
     site.clock.advance(61)
     site.pass_seconds()
-    assert site.beats.gather().nodes == ()  # it has only forked
-    site.gate.admit(arrival())
+    assert site.beats.gather().nodes == ()  # the parent has decided nothing since the fork
+    site.gate.admit(make_request())
     site.pass_seconds(2)
     assert [node.allowed for node in site.beats.gather().nodes] == [1]
 
 
-def test_a_board_that_is_away_is_told_once_and_costs_no_request_anything(caplog: pytest.LogCaptureFixture) -> None:
+def test_unavailable_status_store_is_logged_once_and_delays_no_request(caplog: pytest.LogCaptureFixture) -> None:
     site = Site()
     broken = _Broken(site.board)
-    site.pulse._store = broken
+    site.reporter._store = broken
     broken.is_away = True
     with caplog.at_level(logging.WARNING, "headgate"):
         for _ in range(70):
-            assert site.gate.admit(arrival(client="203.0.113.200")).decision is not None
+            assert site.gate.admit(make_request(client="203.0.113.200")).decision is not None
             site.pass_seconds()
     assert [record.message.partition(":")[0] for record in caplog.records if "node status" in record.message] == [
         "node status cannot be written"
@@ -557,7 +560,7 @@ def test_a_board_that_is_away_is_told_once_and_costs_no_request_anything(caplog:
         site.pass_seconds(2)
     assert [record.message for record in caplog.records] == ["node status is written again"]
     assert site.beats.gather().nodes[0].state == "ready"
-    assert len(site.board.read("minutes/")) == 1  # the minute has waited for it
+    assert len(site.board.read("minutes/")) == 1  # the minute waited for the store
 
 
 class _Broken:
@@ -576,9 +579,9 @@ class _Broken:
     def close(self) -> None: ...
 
 
-def test_what_cannot_be_read_is_told_and_the_rest_is_there() -> None:
+def test_unreadable_entries_are_reported_and_the_rest_is_listed() -> None:
     site = Site()
-    site.gate.admit(arrival())
+    site.gate.admit(make_request())
     site.pass_seconds(2)
     for number, junk in enumerate((b"", b"{", b"[]", b'{"v":2}', b"\xff\x00", b'{"v":1,"at_us":0,"beats":[[1,-1]]}')):
         site.board.put(f"beats/junk-{number}", junk, keep=60)
@@ -590,12 +593,12 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_there() -> None:
     assert told.troubles == ("the node status cannot be read: it is away",)
 
 
-def test_a_pulse_without_a_secret_of_its_own_takes_the_gates() -> None:
+def test_reporter_uses_the_secret_of_the_gate() -> None:
     site = Site()
     gate = Gate(read("limits: [{by: ip, bucket: 1/day}]"), clock=site.clock, secret=SECRET)
-    pulse = StatusReporter(gate, site.board, every=None)
-    gate.admit(arrival())
-    site.pass_seconds(1, pulse)
+    reporter = StatusReporter(gate, site.board, every=None)
+    gate.admit(make_request())
+    site.pass_seconds(1, reporter)
     assert site.beats.gather().near[0].key == Pseudonymizer(SECRET).key("ip", "203.0.113.9")
     nobodys = Gate(read("limits: [{by: ip, bucket: 1/day}]"), clock=site.clock)
     StatusReporter(nobodys, site.board, every=None).report()
@@ -606,12 +609,12 @@ def test_a_pulse_without_a_secret_of_its_own_takes_the_gates() -> None:
 # ------------------------------------------------------------------ minutes
 
 
-def test_a_minute_tells_of_its_clients_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_of_a_minute_are_reported_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StatusReporter, "sample_share", 1.0)
     site = Site()
     for number in range(60):
         for _ in range(number % 3):
-            site.gate.admit(arrival(f"/{number}", client="203.0.113.7", user_agent=f"agent {number % 2}"))
+            site.gate.admit(make_request(f"/{number}", client="203.0.113.7", user_agent=f"agent {number % 2}"))
         site.pass_seconds()
     ((name, posted),) = site.board.read("minutes/").items()
     assert name.endswith(f":{NOON_US // 60_000_000}")
@@ -625,7 +628,7 @@ def test_a_minute_tells_of_its_clients_once_it_is_over(monkeypatch: pytest.Monke
     assert len(site.board.read("minutes/")) == 2
 
 
-def test_those_who_come_once_drive_out_nobody_who_comes_often() -> None:
+def test_one_off_clients_do_not_evict_frequent_ones() -> None:
     minutes = MinuteRollup()
     for number in range(60):
         second = Second(number)
@@ -650,7 +653,7 @@ def visits(who: dict[str, str], allowed: int) -> ClientRequests:
 
 
 @pytest.mark.parametrize("number", [1, 2, 5, 30, 100, 250])
-def test_how_many_different_there_were_is_estimated_well(number: int) -> None:
+def test_distinct_counts_are_estimated_within_15_percent(number: int) -> None:
     traits = [TrafficSketch.of([(f"agent {n}", "x", f"/{n}") for n in range(k, number, 2)]) for k in (0, 1)]
     traits[0].add(traits[1])
     agents, addresses, paths = traits[0].estimates
@@ -661,7 +664,7 @@ def test_how_many_different_there_were_is_estimated_well(number: int) -> None:
 
 
 @pytest.mark.parametrize("junk", [b"", b"[]", b"{}", b'{"v":1,"minute":1,"at_us":1,"clients":[["a"]]}', b"[" * 100_000])
-def test_what_is_no_minute_is_refused(junk: bytes) -> None:
+def test_invalid_minute_document_is_rejected(junk: bytes) -> None:
     with pytest.raises(ValueError, match=r"not the document of a minute|Expecting value|recursion|Extra data"):
         read_minute(junk)
 
@@ -676,7 +679,7 @@ def board(request: pytest.FixtureRequest, unique: str) -> StatusStore:
     return open_status_store(request.getfixturevalue(request.param).url, namespace=unique)
 
 
-def test_documents_are_replaced_read_by_room_and_forgotten(board: StatusStore) -> None:
+def test_documents_are_replaced_listed_and_expire(board: StatusStore) -> None:
     every_byte = bytes(range(256))
     board.put("beats/a", b"one", keep=60)
     board.put("beats/a", every_byte, keep=60)
@@ -694,11 +697,11 @@ def test_documents_are_replaced_read_by_room_and_forgotten(board: StatusStore) -
     with pytest.raises(InvalidConfiguration, match="like 'beats/web-1'"):
         board.put("beats", b"", keep=1)
     board.close()
-    assert board.read("past/")["past/a"].document == b"other"  # opened anew
+    assert board.read("past/")["past/a"].document == b"other"  # opened again
     board.close()
 
 
-def test_what_is_over_is_taken_away_by_others_and_the_room_goes_with_the_last(
+def test_expired_documents_are_swept_with_their_hash(
     redis7: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headgate.telemetry.fleet.redis_status_store.SWEEP_MS", 1)
@@ -714,22 +717,22 @@ def test_what_is_over_is_taken_away_by_others_and_the_room_goes_with_the_last(
     board.close()
 
 
-def test_two_processes_see_one_another_on_a_board_in_redis(redis7: RedisServer, unique: str) -> None:
-    gate = Gate(read("limits: [{by: ip, bucket: 1/day}]"), redis7.url, namespace=unique)
+def test_processes_share_a_redis_status_store(redis7: RedisServer, unique: str) -> None:
+    gate = Gate(read("limits: [{by: ip, bucket: 1/day}]"), redis7.url, namespace=unique, budget=1.0)
     writing, reading = open_status_store(redis7.url, namespace=unique), open_status_store(redis7.url, namespace=unique)
-    pulse = StatusReporter(gate, writing, secret=SECRET, every=None)
-    gate.admit(arrival(client="203.0.113.9"))
-    gate.admit(arrival(client="203.0.113.9"))
-    pulse.report()
+    reporter = StatusReporter(gate, writing, secret=SECRET, every=None)
+    gate.admit(make_request(client="203.0.113.9"))
+    gate.admit(make_request(client="203.0.113.9"))
+    reporter.report()
     told = FleetAggregator(reading).gather()
     assert [near.left for near in told.near] == [0]
-    pulse.close()
+    reporter.close()
     assert reading.read("beats/") == {}
     for each in (writing, reading, gate):
         each.close()
 
 
-def test_a_board_is_opened_by_whatever_opens_a_store(redis7: RedisServer, unique: str) -> None:
+def test_status_store_accepts_the_urls_of_stores(redis7: RedisServer, unique: str) -> None:
     assert open_status_store("memory://") is open_status_store("memory:") is open_status_store()
     mine = MemoryStatusStore()
     assert open_status_store(mine) is mine
@@ -747,7 +750,7 @@ def test_a_board_is_opened_by_whatever_opens_a_store(redis7: RedisServer, unique
         open_status_store(7)
 
 
-def test_a_board_in_redis_that_is_away_raises_what_stores_raise() -> None:
+def test_unavailable_redis_status_store_raises_store_errors() -> None:
     board = open_status_store(NOWHERE)
     with pytest.raises(StoreError):
         board.put("beats/a", b"", keep=1)
@@ -756,7 +759,7 @@ def test_a_board_in_redis_that_is_away_raises_what_stores_raise() -> None:
     board.close()
 
 
-def test_a_board_in_memory_has_room_for_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_status_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headgate.telemetry.fleet.status_store.MAX_DOCUMENTS", 3)
     board = MemoryStatusStore()
     for number in range(9):
@@ -764,10 +767,10 @@ def test_a_board_in_memory_has_room_for_so_many(monkeypatch: pytest.MonkeyPatch)
     assert list(board.read("beats/")) == ["beats/6", "beats/7", "beats/8"]
 
 
-def test_many_threads_are_counted_exactly(fresh_name: Callable[[], str]) -> None:
+def test_threads_are_counted_exactly(fresh_name: Callable[[], str]) -> None:
     site = Site("limits: [{by: ip, bucket: 1000000/second}]")
     threads = [
-        threading.Thread(target=lambda: [site.gate.admit(arrival(client="203.0.113.5")) for _ in range(2000)])
+        threading.Thread(target=lambda: [site.gate.admit(make_request(client="203.0.113.5")) for _ in range(2000)])
         for _ in range(4)
     ]
     for thread in threads:

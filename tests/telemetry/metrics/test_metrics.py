@@ -1,4 +1,4 @@
-"""Metrics tell what gates did, under bounded labels, and nothing of who was there."""
+"""Metrics: counters of gates under bounded labels, without client names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headgate.adapters.asgi import AsgiRequest
 from headgate.gate.gate import AsyncGate, Gate
 from headgate.policy import read
 from headgate.telemetry import otel, prometheus
-from headgate.telemetry.metrics import counters, gate_state, labeled_totals, limit_stats
+from headgate.telemetry.metrics import counters, families, limit_stats
 from headgate.telemetry.metrics.counters import Metrics
 from headgate.telemetry.metrics.families import FAMILIES, Histogram
 from headgate.telemetry.metrics.limit_stats import DistinctCounter, LimitStats
@@ -56,7 +56,7 @@ blocked:
 """
 
 
-def arrival(path: str = "/", *, client: str = "203.0.113.9", **headers: str) -> AsgiRequest:
+def make_request(path: str = "/", *, client: str = "203.0.113.9", **headers: str) -> AsgiRequest:
     lines = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     return AsgiRequest({"type": "http", "method": "GET", "path": path, "client": (client, 1), "headers": lines})
 
@@ -79,12 +79,12 @@ def watched(policy: str, store: str = "memory://", **options: Any) -> tuple[Gate
 # ---------------------------------------------------------------- decisions
 
 
-def test_each_request_is_counted_once_and_once_for_each_limit() -> None:
+def test_request_is_counted_once_and_once_per_limit() -> None:
     gate, counted = watched(POLICY, clock=FakeClock())
     for _ in range(3):
-        gate.admit(arrival("/search"))
-    gate.admit(arrival("/other", client="203.0.113.7"))
-    gate.admit(arrival("/other", client="203.0.113.66"))
+        gate.admit(make_request("/search"))
+    gate.admit(make_request("/other", client="203.0.113.7"))
+    gate.admit(make_request("/other", client="203.0.113.66"))
     told = numbers(counted)
     assert {key: told[key] for key in told if key[0] in ("decisions", "allowed", "blocked", "rejections")} == {
         ("decisions", "allowed", "search", "/search", "none"): 2,
@@ -99,100 +99,100 @@ def test_each_request_is_counted_once_and_once_for_each_limit() -> None:
         ("rejections", "none", "blocked"): 1,
     }
     assert told["shadow_blocked", "watched", "search", "/search"] == 1
-    gate.admit(arrival("/search"))
-    assert numbers(counted)["decisions", "denied", "search", "/search", "none"] == 2  # it goes on where it was
+    gate.admit(make_request("/search"))
+    assert numbers(counted)["decisions", "denied", "search", "/search", "none"] == 2  # counting continues
 
 
-def test_a_route_that_has_only_shadow_limits_is_watched_and_refuses_nobody() -> None:
+def test_route_with_shadow_limits_only_denies_nothing() -> None:
     gate, counted = watched("limits: [{name: watched, by: ip, bucket: 1/day, shadow: true}]")
-    assert all(gate.admit(arrival()).allowed for _ in range(3))
+    assert all(gate.admit(make_request()).allowed for _ in range(3))
     told = numbers(counted)
     assert told["shadow_blocked", "watched", "none", "unmatched"] == 2
     assert told["decisions", "allowed", "none", "unmatched", "none"] == 3
 
 
-def test_a_route_that_has_only_shadow_limits_is_watched_in_asynchronous_code_as_well() -> None:
+def test_async_gate_evaluates_shadow_only_routes() -> None:
     gate = AsyncGate(read("limits: [{name: watched, by: ip, bucket: 1/day, shadow: true}]"))
 
     async def said() -> list[tuple[bool, list[bool]]]:
-        found = [await gate.admit(arrival()) for _ in range(2)]
+        found = [await gate.admit(make_request()) for _ in range(2)]
         return [(each.allowed, [shadow.decision.allowed for shadow in each.shadows]) for each in found]
 
     assert asyncio.run(said()) == [(True, [True]), (True, [False])]
 
 
-def test_a_request_that_two_limits_deny_is_one_rejection_and_two_denials() -> None:
+def test_two_denying_limits_are_one_rejection_and_two_denials() -> None:
     gate, counted = watched(
         "limits: [{name: a, by: ip, bucket: 1/day}, {name: b, by: ip, bucket: 1/day}, {name: c, by: ip, bucket: 9/day}]"
     )
     for _ in range(2):
-        gate.admit(arrival())
+        gate.admit(make_request())
     told = numbers(counted)
     assert told["rejections", "none", "limit"] == 1
     assert [told.get(("blocked", name, "none", "unmatched")) for name in "abc"] == [1, 1, None]
 
 
-def test_requests_of_a_route_are_told_apart_by_the_limits_that_denied_them() -> None:
+def test_requests_of_a_route_are_grouped_by_denying_limits() -> None:
     gate, counted = watched(
         "limits: [{name: here, by: ip, bucket: 1/day}, {name: all, by: global, bucket: 3/day}]", clock=FakeClock()
     )
     for client in ("203.0.113.1", "203.0.113.1", "203.0.113.2", "203.0.113.3", "203.0.113.4"):
-        gate.admit(arrival(client=client))
+        gate.admit(make_request(client=client))
     told = numbers(counted)
     assert [told["blocked", name, "none", "unmatched"] for name in ("here", "all")] == [1, 1]
     assert told["decisions", "denied", "none", "unmatched", "none"] == 2
 
 
-def test_only_limits_that_a_request_met_are_counted_as_having_let_it_pass() -> None:
+def test_only_applied_limits_are_counted_as_allowing() -> None:
     gate = Gate(
         read("limits: [{name: ours, by: user, missing: skip, bucket: 9/day}, {name: all, by: global, bucket: 9/day}]"),
-        identities={"user": lambda arrival: "ada" if arrival.path == "/ada" else None},
+        identities={"user": lambda request: "ada" if request.path == "/ada" else None},
     )
     counted = Metrics()
     counted.watch(gate)
     for path in ("/ada", "/nobody", "/nobody"):
-        gate.admit(arrival(path))
+        gate.admit(make_request(path))
     told = numbers(counted)
     assert [told["allowed", name, "none", "unmatched"] for name in ("ours", "all")] == [1, 3]
     assert sum(told["remaining_ratio", "ours"].counts) == 1
 
 
-def test_a_request_that_passes_without_the_store_is_not_taken_for_one_that_the_store_let_pass() -> None:
+def test_degraded_pass_is_not_counted_as_allowed_by_a_limit() -> None:
     with RedisServer() as redis:
         gate, counted = watched("limits: [{name: a, by: ip, bucket: 100/day}]", redis.url, budget=1.0)
         with closing(gate):
-            gate.admit(arrival())
+            gate.admit(make_request())
             redis.kill()
-            gate.admit(arrival())
+            gate.admit(make_request())
             told = numbers(counted)
     assert told["decisions", "allowed", "none", "unmatched", "none"] == 2
     assert told["degraded_mode", "fail_open"] == 1
     assert sum(told["remaining_ratio", "a"].counts) == 1
 
 
-def test_latency_is_what_passed_since_the_client_was_known() -> None:
+def test_latency_starts_when_the_client_is_resolved() -> None:
     clock = FakeClock()
     gate = Gate(read("limits: [{by: ip, bucket: 9/minute}]"), clock=clock)
     counted = Metrics()
     gate.on_decision = lambda *_: clock.advance(0.004)  # as a slow store would
     counted.watch(gate)
-    gate.admit(arrival())
+    gate.admit(make_request())
     latency = numbers(counted)["check_latency_seconds"]
     assert isinstance(latency, Histogram)
     assert (latency.total, latency.counts[latency.bounds.index(0.005)], sum(latency.counts)) == (0.004, 1, 1)
 
 
-def test_a_clock_that_is_set_back_makes_no_negative_latency() -> None:
+def test_clock_set_back_gives_no_negative_latency() -> None:
     clock = FakeClock(10_000_000)
     gate, counted = Gate(read("limits: [{by: ip, bucket: 9/minute}]"), clock=clock), Metrics()
     gate.on_decision = lambda *_: clock.set_us(5_000_000)
     counted.watch(gate)
-    gate.admit(arrival())
+    gate.admit(make_request())
     latency = numbers(counted)["check_latency_seconds"]
     assert (latency.total, latency.counts[0]) == (0, 1)
 
 
-def test_whoever_was_told_before_is_still_told_and_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+def test_existing_listener_is_still_called_and_may_fail(caplog: pytest.LogCaptureFixture) -> None:
     gate, counted, told = Gate(read("limits: [{by: ip, bucket: 9/minute}]")), Metrics(), []
 
     def fail(*_: object) -> None:
@@ -201,7 +201,7 @@ def test_whoever_was_told_before_is_still_told_and_may_fail(caplog: pytest.LogCa
 
     gate.on_decision = fail
     counted.watch(gate)
-    gate.admit(arrival())
+    gate.admit(make_request())
     assert told == [1]
     assert numbers(counted)["decisions", "allowed", "none", "unmatched", "none"] == 1
     assert "on_decision failed" in caplog.text
@@ -210,13 +210,13 @@ def test_whoever_was_told_before_is_still_told_and_may_fail(caplog: pytest.LogCa
 # -------------------------------------------------------------------- labels
 
 
-def test_there_are_never_more_than_so_many_series(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(labeled_totals, "MAX_SERIES", 3)
+def test_number_of_series_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "MAX_SERIES", 3)
     monkeypatch.setattr(counters, "MAX_LIMITS", 2)
     limits = ", ".join(f"{{name: n{number}, by: ip, path: /{number}, bucket: 9/minute}}" for number in range(6))
     gate, counted = watched(f"limits: [{limits}]")
     for number in range(6):
-        gate.admit(arrival(f"/{number}"))
+        gate.admit(make_request(f"/{number}"))
     told = numbers(counted)
     assert {key: told[key] for key in told if key[0] == "allowed"} == {
         ("allowed", "n0", "none", "/0"): 1,
@@ -227,7 +227,7 @@ def test_there_are_never_more_than_so_many_series(monkeypatch: pytest.MonkeyPatc
     assert {key[1:] for key in told if key[0] == "keys"} == {("n0", "ip"), ("n1", "ip"), ("other", "other")}
 
 
-def test_no_client_path_or_key_is_among_the_labels() -> None:
+def test_labels_contain_no_client_path_or_key() -> None:
     registry = CollectorRegistry()
     gate = Gate(read("limits: [{by: api_key+user, bucket: 1/minute}, {by: ip, bucket: 2/minute}]"),
                 identities={"user": lambda _: "ada@example.org"})  # fmt: skip
@@ -238,7 +238,7 @@ def test_no_client_path_or_key_is_among_the_labels() -> None:
     meters, reader = meter_provider()
     otel.instrument(gate, meters)
     for number in range(5):
-        gate.admit(arrival(f"/orders/{number}-secret", x_api_key=SECRET_KEY))
+        gate.admit(make_request(f"/orders/{number}-secret", x_api_key=SECRET_KEY))
     told = generate_latest(registry).decode() + str(reader.get_metrics_data().to_json())
     told += "".join(span.to_json() for span in spans.get_finished_spans())
     hashed = gate.active_policy.identities.fingerprint(SECRET_KEY)
@@ -249,10 +249,10 @@ def test_no_client_path_or_key_is_among_the_labels() -> None:
 # ----------------------------------------------------- what is left, and to whom
 
 
-def test_what_is_left_is_told_as_a_share_of_each_limit() -> None:
+def test_remaining_is_reported_as_a_share_of_each_limit() -> None:
     gate, counted = watched("limits: [{name: a, by: ip, bucket: 4/minute}]", clock=FakeClock())
     for _ in range(5):
-        gate.admit(arrival())
+        gate.admit(make_request())
     left = numbers(counted)["remaining_ratio", "a"]
     assert dict(zip(left.bounds, left.counts, strict=False)) == {
         0.0: 2, 0.01: 0, 0.05: 0, 0.1: 0, 0.25: 1, 0.5: 1, 0.75: 1, 0.9: 0, 1.0: 0,
@@ -260,35 +260,35 @@ def test_what_is_left_is_told_as_a_share_of_each_limit() -> None:
     assert left.total == 0.75 + 0.5 + 0.25
 
 
-def test_a_key_is_at_zero_after_five_minutes_without_anything_and_no_longer_when_it_has_some() -> None:
+def test_key_is_at_zero_after_five_minutes_without_quota() -> None:
     clock = FakeClock()
     gate, counted = watched("limits: [{name: a, by: ip, bucket: 60/minute}]", clock=clock)
     for _ in range(60):
-        gate.admit(arrival())  # only the last one leaves nothing
+        gate.admit(make_request())  # only the last one leaves nothing
     for _ in range(300):
         assert numbers(counted)["keys_at_zero", "a"] == 0
         clock.advance(1)
-        gate.admit(arrival())
+        gate.admit(make_request())
     clock.advance(1)
     assert numbers(counted)["keys_at_zero", "a"] == 1
     clock.advance(9)
-    gate.admit(arrival())
+    gate.admit(make_request())
     assert numbers(counted)["keys_at_zero", "a"] == 0
 
 
-def test_a_key_that_is_not_heard_of_is_not_believed_to_be_at_zero_longer_than_it_must_be() -> None:
+def test_silent_key_leaves_the_zero_count_in_time() -> None:
     stats = LimitStats("ip")
     stats.record("patient", 0.0, 1_000_000_000, 0)  # it has to wait for 1000 s, and does
     stats.record("gone", 0.0, 1_000_000, 0)
     assert [stats.count_at_zero(now_us) for now_us in (300_000_000, 300_000_001)] == [0, 1]
     assert stats.count_at_zero(1_000_000_001) == 0
-    stats.record("gone", 0.0, 1_000_000, 400_000_000)  # it begins anew
+    stats.record("gone", 0.0, 1_000_000, 400_000_000)  # starts again
     assert stats.count_at_zero(400_000_001) == 1
     stats.forget_recovered(400_000_001)
     assert len(stats._at_zero) == 2
 
 
-def test_a_key_that_has_too_little_for_what_it_asks_is_at_zero_too() -> None:
+def test_key_with_too_little_for_its_cost_is_at_zero() -> None:
     stats = LimitStats("ip")
     for seconds in (0, 59, 118, 177, 236, 295):
         stats.record("greedy", 0.3, 50_000_000, seconds * 1_000_000)
@@ -311,23 +311,23 @@ def test_few_keys_are_counted_exactly(many: int) -> None:
     assert seen.estimate == many
 
 
-def test_many_keys_are_estimated_in_little_room() -> None:
+def test_many_keys_are_estimated_in_bounded_memory() -> None:
     seen = DistinctCounter()
     for number in range(100_000):
         seen.update([f"client {number}"])
-    assert 80_000 < seen.estimate < 120_000  # five times the usual error, as hashes differ from run to run
+    assert 80_000 < seen.estimate < 120_000  # five standard errors, as hashes differ between runs
     assert len(seen.marks) <= limit_stats.MAX_MARKS
 
 
-def test_keys_are_those_of_the_last_five_minutes() -> None:
+def test_keys_cover_the_last_five_minutes() -> None:
     clock = FakeClock(1_000_000)
     gate, counted = watched("limits: [{name: a, by: ip, bucket: 60/minute}]", clock=clock)
     for number in range(8):
-        gate.admit(arrival(client=f"203.0.113.{number}"))
+        gate.admit(make_request(client=f"203.0.113.{number}"))
     assert numbers(counted)["keys", "a", "ip"] == 8
     for seconds, expected in ((100, 9), (200, 9), (300, 9), (400, 9), (600, 1)):
         clock.set_us(1_000_000 + seconds * 1_000_000)
-        gate.admit(arrival(client="203.0.113.99"))
+        gate.admit(make_request(client="203.0.113.99"))
         assert numbers(counted)["keys", "a", "ip"] == expected, seconds
 
 
@@ -338,13 +338,13 @@ def test_keys_are_those_of_the_last_five_minutes() -> None:
     ("mode", "outcome", "reason"),
     [("open", "allowed", None), ("closed", "unavailable", "unavailable"), ("local", "allowed", None)],
 )
-def test_decisions_without_the_store_are_counted_by_mode(mode: str, outcome: str, reason: str | None) -> None:
+def test_degraded_decisions_are_counted_by_mode(mode: str, outcome: str, reason: str | None) -> None:
     gate, counted = watched(f"on_failure: {mode}\nlimits: [{{name: a, by: ip, bucket: 100/minute}}]", NOWHERE)
     modes = ("open", "closed", "local")
     assert [numbers(counted)["degraded_mode", f"fail_{each}"] for each in modes] == [0, 0, 0]
     with closing(gate):
         for _ in range(2):
-            gate.admit(arrival())
+            gate.admit(make_request())
         told = numbers(counted)
     assert [told["degraded_mode", f"fail_{each}"] for each in modes] == [2 * (each == mode) for each in modes]
     assert told["decisions", outcome, "none", "unmatched", "none"] == 2
@@ -354,12 +354,12 @@ def test_decisions_without_the_store_are_counted_by_mode(mode: str, outcome: str
     assert told["fallback_seconds"] == pytest.approx(told["fallback_current_seconds"], abs=0.1)
 
 
-def test_an_outage_is_counted_with_its_length_and_goes_into_the_total(redis7: RedisServer, unique: str) -> None:
+def test_outage_is_counted_with_its_duration(redis7: RedisServer, unique: str) -> None:
     gate, counted = watched(
         "limits: [{name: a, by: ip, bucket: 100/minute}]", redis7.url, namespace=unique, budget=1.0, on_event=print
     )
     with closing(gate):
-        gate.admit(arrival())
+        gate.admit(make_request())
         outage = gate._limiter.engine.local.outage
         began = [100.0]
         outage._now = lambda: began[0]
@@ -379,37 +379,37 @@ def test_an_outage_is_counted_with_its_length_and_goes_into_the_total(redis7: Re
         assert (told["fallback_mode"], told["fallback_seconds"], told["redis_errors"]) == (2, 35, 2)
 
 
-def test_redis_is_counted_in_operations_and_what_spared_them(redis7: RedisServer, unique: str) -> None:
+def test_redis_operations_and_cache_hits_are_counted(redis7: RedisServer, unique: str) -> None:
     gate, counted = watched("limits: [{name: a, by: ip, bucket: 2/day}]", redis7.url, namespace=unique, budget=1.0)
     with closing(gate):
         for _ in range(10):
-            gate.admit(arrival())
+            gate.admit(make_request())
         told = numbers(counted)
     hits = told["local_cache_hits", "remembered"]
-    assert hits >= 4  # two pass, and four are denied by Redis at most
+    assert hits >= 4  # two pass, and Redis denies at most four
     assert told["redis_ops"] + hits == 10
     assert told["redis_round_trips"] == told["redis_ops"]
     assert (told["script_eval_errors"], told["shards", "ready"]) == (0, 1)
 
 
-def test_a_foreign_value_under_a_key_is_a_script_error(redis7: RedisServer, unique: str) -> None:
+def test_foreign_value_under_a_key_is_a_script_error(redis7: RedisServer, unique: str) -> None:
     gate, counted = watched("limits: [{name: a, by: ip, bucket: 2/day}]", redis7.url, namespace=unique, budget=1.0)
     with closing(gate), redis7.client() as client:
-        gate.admit(arrival())
+        gate.admit(make_request())
         (key,) = client.keys(f"{unique}:a:*")
         client.delete(key)
         client.lpush(key, "not ours")
-        gate.admit(arrival())
+        gate.admit(make_request())
         assert numbers(counted)["script_eval_errors"] == 1
 
 
-def test_a_refused_policy_is_told_with_how_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refresh_lag_starts_with_the_rejected_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("limits: [{by: ip, bucket: 9/minute}]")
     gate, counted = Gate(file, reload_every=None), Metrics()
     counted.watch(gate)
     now = [50.0]
-    monkeypatch.setattr(gate_state.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(counters.time, "monotonic", lambda: now[0])
     assert numbers(counted)["config_refresh_lag_seconds"] == 0
     version = gate.policy_version
     file.write_text("limits: [{by: ip}]")
@@ -426,7 +426,7 @@ def test_a_refused_policy_is_told_with_how_long(tmp_path: Path, monkeypatch: pyt
     assert ("config_info", version) not in told
 
 
-def test_the_lag_of_a_policy_that_is_no_file_is_asked_for() -> None:
+def test_lag_function_reports_the_policy_lag() -> None:
     counted = Metrics()
     counted.watch(Gate(read("limits: [{by: ip, bucket: 9/minute}]")), lag=lambda: 12.5)
     gc.collect()
@@ -435,9 +435,9 @@ def test_the_lag_of_a_policy_that_is_no_file_is_asked_for() -> None:
     assert numbers(counted)["config_refresh_lag_seconds"] == 7.5
 
 
-def test_counters_never_fall_when_a_gate_is_gone() -> None:
+def test_counters_never_decrease_when_a_gate_is_gone() -> None:
     gate, counted = watched("limits: [{by: ip, bucket: 9/minute}]", NOWHERE)
-    gate.admit(arrival())
+    gate.admit(make_request())
     before = numbers(counted)
     gate.close()
     del gate
@@ -449,34 +449,34 @@ def test_counters_never_fall_when_a_gate_is_gone() -> None:
     assert "degraded" not in after
 
 
-def test_an_old_policy_is_not_kept_alive_by_what_was_counted_under_it() -> None:
+def test_counts_do_not_keep_an_old_policy_alive() -> None:
     clock = FakeClock()
     gate, counted = watched("limits: [{by: ip, bucket: 9/minute}]", clock=clock)
-    gate.admit(arrival())
+    gate.admit(make_request())
     gate.flush_events()
     assert len(counted._tallies) == 1
     clock.advance(60)
-    gate.admit(arrival())
+    gate.admit(make_request())
     gate.flush_events()
     assert len(counted._tallies) == 1, "what was counted a minute ago is under its labels"
     numbers(counted)
     assert not counted._tallies
 
 
-def test_a_child_does_not_tell_again_what_its_parent_counted() -> None:
+def test_forked_child_does_not_repeat_counts_of_its_parent() -> None:
     gate, counted = watched("limits: [{name: a, by: ip, bucket: 1/minute}]")
     for _ in range(2):
-        gate.admit(arrival())
+        gate.admit(make_request())
     numbers(counted)
     counted.reset_after_fork()
     told = numbers(counted)
     assert not [key for key in told if key[0] in ("decisions", "allowed", "blocked", "rejections", "keys")]
     assert (told["degraded_mode", "fail_open"], sum(told["check_latency_seconds"].counts)) == (0, 0)
-    gate.admit(arrival())
+    gate.admit(make_request())
     assert numbers(counted)["rejections", "none", "limit"] == 1
 
 
-def test_a_child_does_not_tell_again_what_its_parent_saw_of_the_store(redis7: RedisServer, unique: str) -> None:
+def test_forked_child_does_not_repeat_store_latencies_of_its_parent(redis7: RedisServer, unique: str) -> None:
     gate, counted = watched("limits: [{by: ip, bucket: 9/minute}]", redis7.url, namespace=unique)
     with closing(gate):
         emitter = gate._limiter.engine.local.event_emitter
@@ -506,14 +506,14 @@ def labels(**names: str) -> frozenset[tuple[str, str]]:
     return frozenset(({"gate": "default"} | names).items())
 
 
-def test_a_registry_shows_the_gates_that_are_registered() -> None:
+def test_registry_exports_registered_gates() -> None:
     registry = CollectorRegistry()
     one, other, third = (Gate(read("limits: [{name: a, by: ip, bucket: 1/minute}]")) for _ in range(3))
     prometheus.register(one, registry)
     prometheus.register(other, registry)
     prometheus.register(third, registry, name="admin")
     for gate in (one, one, other, third):
-        gate.admit(arrival())
+        gate.admit(make_request())
     told = exposed(registry)
     about = {"outcome": "allowed", "route_class": "none", "endpoint": "unmatched", "tier": "none"}
     assert told["rate_limiter_decisions_total", labels(**about)] == 2
@@ -526,13 +526,13 @@ def test_a_registry_shows_the_gates_that_are_registered() -> None:
     assert text.count("# TYPE rate_limiter_decisions_total counter") == 1
 
 
-def test_a_gate_that_is_registered_again_is_counted_once() -> None:
+def test_gate_registered_twice_is_counted_once() -> None:
     registry = CollectorRegistry()
     gate = Gate(read("limits: [{name: a, by: ip, bucket: 1/minute}]"))
     first = prometheus.register(gate, registry)
     assert prometheus.register(gate, registry, lag=lambda: 7.0) is first
-    prometheus.register(gate, registry)  # as in a hook that runs at every start of an app
-    gate.admit(arrival())
+    prometheus.register(gate, registry)  # as in a startup hook that runs repeatedly
+    gate.admit(make_request())
     told = exposed(registry)
     assert told["rate_limiter_allowed_total", labels(policy="a", route_class="none", endpoint="unmatched")] == 1
     assert told["rate_limiter_check_latency_seconds_count", labels()] == 1
@@ -540,19 +540,19 @@ def test_a_gate_that_is_registered_again_is_counted_once() -> None:
     assert told["rate_limiter_config_refresh_lag_seconds", labels()] == 7
 
 
-def test_the_buckets_of_a_histogram_add_up() -> None:
+def test_histogram_buckets_are_cumulative() -> None:
     registry = CollectorRegistry()
     gate = Gate(read("limits: [{name: a, by: ip, bucket: 4/minute}]"), clock=FakeClock())
     prometheus.register(gate, registry)
     for _ in range(5):
-        gate.admit(arrival())
+        gate.admit(make_request())
     told = exposed(registry)
     shares = ("0.0", "0.01", "0.25", "0.5", "0.75", "1.0", "+Inf")
     found = [told["rate_limiter_remaining_ratio_bucket", labels(policy="a", le=share)] for share in shares]
     assert found == [2, 2, 3, 4, 5, 5, 5]
 
 
-def test_names_that_are_taken_are_refused() -> None:
+def test_duplicate_metric_names_are_rejected() -> None:
     registry = CollectorRegistry()
     prometheus.register(Gate(read("limits: [{by: ip, bucket: 1/minute}]")), registry)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
@@ -580,7 +580,7 @@ mirror.write()
 """
 
 
-def test_several_processes_are_shown_as_one(tmp_path: Path) -> None:
+def test_several_processes_are_aggregated(tmp_path: Path) -> None:
     settings = ["env", f"PROMETHEUS_MULTIPROC_DIR={tmp_path}", sys.executable, "-c", CHILD]
     children = [subprocess.Popen([*settings, requests, f"{tmp_path}/{requests}.yaml"]) for requests in ("3", "4")]
     assert [child.wait(20) for child in children] == [0, 0]
@@ -598,7 +598,7 @@ def test_several_processes_are_shown_as_one(tmp_path: Path) -> None:
     assert versions == [0, 1], "a version that is in force nowhere is not told as if it were"
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(read("limits: [{by: ip, bucket: 9/minute}]"))
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(InvalidConfiguration, match=re.escape("pip install 'headgate[prometheus]'")):
@@ -624,15 +624,15 @@ def points(reader: InMemoryMetricReader) -> dict[str, list[Any]]:
     return {metric.name: list(metric.data.data_points) for metric in scope.metrics}
 
 
-def test_opentelemetry_is_told_the_same_numbers() -> None:
+def test_opentelemetry_reports_the_same_numbers() -> None:
     provider, reader = meter_provider()
     gate = Gate(read("limits: [{name: a, by: ip, bucket: 2/minute}]"), clock=FakeClock())
     other = Gate(read("limits: [{name: b, by: ip, bucket: 2/minute}]"))
     counted = otel.instrument(gate, provider)
     otel.instrument(other, provider, name="other")
     for _ in range(3):
-        gate.admit(arrival())
-    other.admit(arrival())
+        gate.admit(make_request())
+    other.admit(make_request())
     told = points(reader)
     rejections = [(point.attributes, point.value) for point in told["limiter.rejections"]]
     assert rejections == [({"gate": "default", "tier": "none", "reason": "limit"}, 1)]
@@ -641,13 +641,13 @@ def test_opentelemetry_is_told_the_same_numbers() -> None:
     (left,) = [point for point in told["limiter.remaining_ratio"] if point.attributes["policy"] == "a"]
     same = numbers(counted)["remaining_ratio", "a"]
     assert (left.bucket_counts, left.explicit_bounds, left.sum) == (same.counts, same.bounds, same.total)
-    gate.admit(arrival())
+    gate.admit(make_request())
     assert [point.value for point in points(reader)["limiter.rejections"]] == [2]
     assert set(told) <= {family.otel_name for family in FAMILIES.values()}
     assert {"config.refresh.lag_seconds", "limiter.degraded_mode", "limiter.keys"} <= set(told)
 
 
-def test_a_gate_that_is_instrumented_and_traced_again_is_told_of_once() -> None:
+def test_gate_instrumented_twice_is_reported_once() -> None:
     gate = Gate(read("limits: [{name: a, by: ip, bucket: 4/minute}]"))
     reader, spans, other = InMemoryMetricReader(), InMemorySpanExporter(), InMemorySpanExporter()
     meters, tracers, others = MeterProvider([reader]), TracerProvider(), TracerProvider()
@@ -657,7 +657,7 @@ def test_a_gate_that_is_instrumented_and_traced_again_is_told_of_once() -> None:
         otel.instrument(gate, meters)
         otel.trace(gate, tracers)
     otel.trace(gate, others)
-    gate.admit(arrival())
+    gate.admit(make_request())
     data = reader.get_metrics_data()
     assert data is not None
     told = {each.name: each.data.data_points for each in data.resource_metrics[0].scope_metrics[0].metrics}
@@ -667,18 +667,18 @@ def test_a_gate_that_is_instrumented_and_traced_again_is_told_of_once() -> None:
     assert (len(spans.get_finished_spans()), len(other.get_finished_spans())) == (1, 1)
 
 
-def test_opentelemetry_is_told_nothing_of_what_is_left_while_nobody_knows() -> None:
+def test_opentelemetry_omits_unknown_remaining() -> None:
     provider, reader = meter_provider()
     with closing(Gate(read("limits: [{name: a, by: ip, bucket: 2/minute}]"), NOWHERE)) as gate:
         otel.instrument(gate, provider)
-        gate.admit(arrival())
+        gate.admit(make_request())
         told = points(reader)
     assert "limiter.remaining_ratio" not in told
     modes = {point.attributes["mode"]: point.value for point in told["limiter.degraded_mode"]}
     assert modes == {"fail_open": 1, "fail_closed": 0, "fail_local": 0}
 
 
-def test_a_decision_is_a_span_of_the_request_it_was_made_for() -> None:
+def test_decision_is_a_child_span_of_its_request() -> None:
     exporter, provider, clock = InMemorySpanExporter(), TracerProvider(), FakeClock()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     gate = Gate(read(POLICY), clock=clock)
@@ -686,7 +686,7 @@ def test_a_decision_is_a_span_of_the_request_it_was_made_for() -> None:
     otel.trace(gate, provider)
     with provider.get_tracer("app").start_as_current_span("GET /search"):
         for _ in range(3):
-            gate.admit(arrival("/search"))
+            gate.admit(make_request("/search"))
     first, _, last, request = exporter.get_finished_spans()
     assert request.context is not None
     assert first.parent is not None
@@ -703,18 +703,18 @@ def test_a_decision_is_a_span_of_the_request_it_was_made_for() -> None:
     assert first.start_time is not None
     assert first.end_time is not None
     assert 3_000_000 <= first.end_time - first.start_time < 500_000_000
-    gate.admit(arrival("/x", client="203.0.113.66"))
+    gate.admit(make_request("/x", client="203.0.113.66"))
     blocked = exporter.get_finished_spans()[-1]
     assert blocked.attributes is not None
     assert blocked.attributes["headgate.outcome"] == "blocked"
 
 
-def test_a_span_tells_the_failure_mode_and_not_the_failure() -> None:
+def test_span_names_the_failure_mode_and_not_the_error() -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     with closing(Gate(read("limits: [{by: ip, bucket: 9/minute}]"), NOWHERE)) as gate:
         otel.trace(gate, provider)
-        gate.admit(arrival())
+        gate.admit(make_request())
     (span,) = exporter.get_finished_spans()
     assert span.attributes is not None
     assert span.attributes["headgate.degraded_mode"] == "fail_open"
@@ -725,7 +725,7 @@ def test_a_span_tells_the_failure_mode_and_not_the_failure() -> None:
 
 
 def shown_names() -> set[str]:
-    """Every name that Prometheus gets to see."""
+    """Every sample name exposed to Prometheus."""
     endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_count", "_sum"]}
     return {family.name + ending for family in FAMILIES.values() for ending in endings[family.kind]}
 
@@ -744,7 +744,7 @@ def named(expression: str) -> set[str]:
     return set(re.findall(r"\brate_limiter[\w:]+", expression))
 
 
-def test_every_metric_of_the_dashboard_exists_and_none_is_left_out() -> None:
+def test_dashboard_shows_every_metric() -> None:
     found = {
         name for panel in dashboard()["panels"] for each in panel.get("targets", ()) for name in named(each["expr"])
     }
@@ -762,7 +762,7 @@ def test_every_label_of_the_dashboard_exists() -> None:
             assert {*used, *grouped} <= known, panel["title"]
 
 
-def test_the_panels_lie_beside_each_other_and_say_what_for() -> None:
+def test_panels_do_not_overlap_and_have_descriptions() -> None:
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
@@ -775,7 +775,7 @@ def test_the_panels_lie_beside_each_other_and_say_what_for() -> None:
         assert panel["type"] == "row" or panel["description"]
 
 
-def test_every_metric_of_the_alerts_exists_and_each_alert_is_a_page_or_a_ticket() -> None:
+def test_alerts_use_existing_metrics_and_have_a_severity() -> None:
     recorded = {rule["record"] for rule in alerts() if "record" in rule}
     assert {name for rule in alerts() for name in named(rule["expr"])} <= shown_names() | recorded
     severities = {rule["alert"]: rule["labels"]["severity"] for rule in alerts() if "alert" in rule}
@@ -796,7 +796,7 @@ def test_every_metric_and_every_alert_is_documented() -> None:
             assert rule["annotations"]["runbook"] == f"docs/metrics.md#{rule['alert'].lower()}"
 
 
-def test_a_batch_is_counted_like_its_events_one_by_one() -> None:
+def test_batch_is_counted_like_single_events() -> None:
     clock, together, apart = FakeClock(), Metrics(), Metrics()
     gate = Gate(read(POLICY), clock=clock)
     events: list[Any] = []
@@ -807,7 +807,7 @@ def test_a_batch_is_counted_like_its_events_one_by_one() -> None:
 
     gate.add_observer(Recorder())
     for number in range(400):
-        gate.admit(arrival("/search" if number % 3 else "/other", client=f"203.0.113.{number % 7}"))
+        gate.admit(make_request("/search" if number % 3 else "/other", client=f"203.0.113.{number % 7}"))
         clock.advance(number % 5 / 10)
     gate.flush_events()
     for start in range(0, len(events), 64):

@@ -1,4 +1,4 @@
-"""`headgate why`: what it says agrees with what happened, and what it proposes would have helped."""
+"""`headgate why`: reports agree with the traffic, and suggested overrides would have helped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import re
 import time
-from argparse import ArgumentParser
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -19,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate import InvalidInput
+from headgate.cli import build_parser
 from headgate.cli.terminal import Terminal
-from headgate.cli.why import add_arguments, run
 from headgate.policy import read
 from headgate.policy.api_keys import ApiKeyHasher
 from headgate.telemetry import DecisionLog
@@ -61,7 +60,7 @@ blocked:
 
 
 class Shelf(Kept):
-    """A sink and a reader in one."""
+    """A sink that is also a log reader."""
 
     def find(self, keys: Sequence[str], *, since_us: int, until_us: int, most: int) -> list[DecisionRecord]:
         found = [each for each in self.records if {*keys} & {*each.clients} and since_us <= each.at_us < until_us]
@@ -84,7 +83,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def zone_of_this_machine() -> Iterator[None]:
+def restore_time_zone() -> Iterator[None]:
     yield
     os.environ.pop("TZ", None)
     time.tzset()
@@ -92,13 +91,11 @@ def zone_of_this_machine() -> Iterator[None]:
 
 @pytest.fixture
 def asked(folder: Path) -> Callable[..., str]:
-    """Asks on the command line; what it says."""
+    """Run `headgate why` and return its output."""
 
     def ask(*words: str, code: int = 0) -> str:
-        parser = ArgumentParser()
-        add_arguments(parser)
-        out = io.StringIO()
-        assert run(parser.parse_args(words), Terminal(out), Terminal(out)) == code
+        arguments, out = build_parser(only="why").parse_args(["why", *words]), io.StringIO()
+        assert arguments.run(arguments, Terminal(out), Terminal(out)) == code
         return out.getvalue()
 
     return ask
@@ -179,7 +176,7 @@ class Now(datetime):
         "203.0.113.9",
     ],
 )
-def test_a_client_is_found_by_whatever_it_is_known_by(traffic: Any, asked: Callable[..., str], client: str) -> None:
+def test_client_is_found_by_any_identifier(traffic: Any, asked: Callable[..., str], client: str) -> None:
     traffic.send(Request("/keys", tenant="acme", api_key=KEY), 5)
     assert traffic.flush()
     told = json.loads(asked(client, "--at", "2026-11-15T15:00Z", "--json"))
@@ -189,14 +186,14 @@ def test_a_client_is_found_by_whatever_it_is_known_by(traffic: Any, asked: Calla
 
 
 @pytest.mark.parametrize("client", ["globex", "user=acme", "sk_live_other", "hmac:" + "0" * 32, "203.0.113.10"])
-def test_somebody_else_is_not(traffic: Any, asked: Callable[..., str], client: str) -> None:
+def test_report_on_another_client_is_empty(traffic: Any, asked: Callable[..., str], client: str) -> None:
     traffic.send(Request("/keys", tenant="acme", api_key=KEY), 5)
     assert traffic.flush()
     told = json.loads(asked(client, "--at", "2026-11-15T15:00Z", "--json"))
     assert (told["rejected"], told["labels"], told["limits"], told["rejected_before"]) == (0, [], [], None)
 
 
-def test_an_api_key_is_read_from_the_input_and_never_said(
+def test_api_key_is_read_from_stdin_and_never_printed(
     traffic: Any, asked: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traffic.send(Request("/keys", api_key=KEY), 3)
@@ -208,7 +205,7 @@ def test_an_api_key_is_read_from_the_input_and_never_said(
     assert KEY not in asked(KEY, "--at", "2026-11-14")
 
 
-def test_one_request_is_told_as_one(traffic: Any, asked: Callable[..., str]) -> None:
+def test_report_on_one_request_uses_the_singular(traffic: Any, asked: Callable[..., str]) -> None:
     traffic.send(Request("/keys", api_key=KEY), 3)
     assert traffic.flush()
     assert asked(HASH, "--at", "2026-11-15 15:00", "--utc") == (
@@ -228,7 +225,7 @@ def test_one_request_is_told_as_one(traffic: Any, asked: Callable[..., str]) -> 
     )
 
 
-def test_a_quiet_time_points_to_the_nearest_rejections(traffic: Any, asked: Callable[..., str]) -> None:
+def test_quiet_time_points_to_the_nearest_rejections(traffic: Any, asked: Callable[..., str]) -> None:
     traffic.send(Request("/keys", api_key=KEY), 3)
     traffic.clock.advance(7200)
     traffic.send(Request("/keys", api_key=KEY), 3)
@@ -242,7 +239,7 @@ def test_a_quiet_time_points_to_the_nearest_rejections(traffic: Any, asked: Call
     )
 
 
-def test_without_the_secret_it_is_said_what_can_be_looked_for(
+def test_missing_secret_limits_the_search_to_labels_and_hashes(
     traffic: Any, asked: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traffic.send(Request(tenant="acme"), 30)
@@ -267,7 +264,7 @@ def test_without_the_secret_it_is_said_what_can_be_looked_for(
         (("--at", "15:00", "--until", "14:00"), "is before '15:00'"),
     ],
 )
-def test_a_question_that_cannot_be_asked_says_why(
+def test_invalid_query_is_explained(
     asked: Callable[..., str], folder: Path, words: tuple[str, ...], message: str
 ) -> None:
     (folder / "empty.db").touch()
@@ -276,7 +273,7 @@ def test_a_question_that_cannot_be_asked_says_why(
     assert "hidden" not in str(refusal.value)
 
 
-def test_mistakes_in_the_policy_are_told(asked: Callable[..., str], folder: Path) -> None:
+def test_policy_errors_are_reported(asked: Callable[..., str], folder: Path) -> None:
     (folder / "bad.yaml").write_text("limits: [{by: ip, bukcet: 1/minute}]")
     assert "bad.yaml:1:19: unknown field 'bukcet'" in asked("acme", "--policy", "bad.yaml", code=1)
 
@@ -301,11 +298,11 @@ def sent(answer: RejectionReport) -> str:
 
 
 def known(answer: RejectionReport) -> str:
-    """What only colleagues read."""
+    """The details for operators."""
     return "\n".join(details(answer, zone=UTC))
 
 
-def test_a_blocked_client_is_told_that_no_limit_would_help() -> None:
+def test_report_on_a_blocked_client_suggests_no_limit() -> None:
     answer = answer_to(POLICY, lambda traffic: traffic.send(user="mallory", times=2), "user=mallory")
     assert (answer.rejected, answer.blocked, answer.limits) == (2, 2, ())
     assert "Both were rejected with status 403, because access was blocked at that time." in sent(answer)
@@ -313,7 +310,7 @@ def test_a_blocked_client_is_told_that_no_limit_would_help() -> None:
     assert "Reason of the block: scraping." in known(answer)
 
 
-def test_a_limit_for_everybody_has_no_override() -> None:
+def test_global_limit_has_no_override() -> None:
     answer = answer_to(POLICY, lambda traffic: traffic.send(path="/all", times=4), "203.0.113.9")
     (found,) = answer.limits
     assert found.remedy.line is None
@@ -324,10 +321,10 @@ def test_a_limit_for_everybody_has_no_override() -> None:
     assert told in known(answer)
 
 
-def test_who_is_only_known_by_hash_is_left_to_be_put_in() -> None:
+def test_client_known_by_hash_needs_the_key() -> None:
     policy = "limits: [{name: per-user, by: user, bucket: 1/minute}]"
     answer = answer_to(policy, lambda traffic: traffic.send(user="ada", tenant="acme", times=3), "tenant=acme")
-    assert answer.rejected == 0  # nothing in the policy asks for tenants
+    assert answer.rejected == 0  # no limit of the policy counts by tenant
     answer = answer_to(policy, lambda traffic: traffic.send(user="ada", times=3), "203.0.113.9")
     assert answer.limits[0].remedy.line == '{user: "...", limit: "per-user", bucket: "3/minute"}'
     assert answer.limits[0].remedy.note == "insert the user, of which the log has only a keyed hash"
@@ -336,7 +333,7 @@ def test_who_is_only_known_by_hash_is_left_to_be_put_in() -> None:
     assert answer.limits[0].remedy.line == '{user: "ada", limit: "per-user", bucket: "3/minute"}'
 
 
-def test_numbers_of_a_split_limit_can_be_split() -> None:
+def test_override_of_a_sharded_limit_can_be_sharded() -> None:
     policy = "limits: [{name: per-user, by: user, bucket: 8/minute, split: 8}]"
     answer = answer_to(policy, lambda traffic: traffic.send(user="ada", times=20), "user=ada")
     line = answer.limits[0].remedy.line
@@ -345,7 +342,7 @@ def test_numbers_of_a_split_limit_can_be_split() -> None:
     assert answer.limits[0].remedy.note == "the limit is split over 8 counters, one of which may deny before the others"
 
 
-def test_a_request_that_can_never_pass_is_told_so() -> None:
+def test_unsatisfiable_request_is_reported_as_such() -> None:
     policy = "limits: [{name: pay, path: /pay, by: ip, bucket: 10/minute, cost: 5}]"
     record = Shelf()
     with DecisionLog(record, secret=SECRET, sample=0, every=0.005) as log:
@@ -360,7 +357,7 @@ def test_a_request_that_can_never_pass_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("mode", ["closed", "local"])
-def test_what_was_decided_without_the_store_is_told(mode: str) -> None:
+def test_degraded_decisions_are_reported(mode: str) -> None:
     policy = f"on_failure: {mode}\nlimits: [{{name: per-ip, by: ip, bucket: 5/minute}}]"
     shelf = Shelf()
     with DecisionLog(shelf, secret=SECRET, every=0.005, sample=0) as log:
@@ -378,13 +375,13 @@ def test_what_was_decided_without_the_store_is_told(mode: str) -> None:
     assert "To avoid this" not in sent(answer)
 
 
-def test_what_passed_is_estimated_by_the_sample() -> None:
+def test_allowed_requests_are_estimated_from_the_sample() -> None:
     answer = answer_to(POLICY, lambda traffic: traffic.send(path="/other", times=7), "203.0.113.9", sample=1)
     about = "This is about requests from 203.0.113.9 on Sunday 15 November 2026, UTC."
     assert sent(answer) == f"{about} We rejected none of them, and accepted about 7."
 
 
-def test_a_limit_that_is_only_watched_rejected_nothing() -> None:
+def test_shadow_limit_rejected_nothing() -> None:
     limits = "[{name: soon, by: ip, bucket: 2/minute, shadow: true}, {name: now, by: ip, bucket: 9/minute}]"
     answer = answer_to(f"limits: {limits}", lambda traffic: traffic.send(times=5), "203.0.113.9", sample=0)
     assert answer.rejected == 0
@@ -394,7 +391,7 @@ def test_a_limit_that_is_only_watched_rejected_nothing() -> None:
     )
 
 
-def test_losses_are_told() -> None:
+def test_losses_are_reported() -> None:
     shelf = Shelf()
     with DecisionLog(shelf, secret=SECRET, every=0.005, sample=0, most=5) as log:
         shelf.refuses = OSError("disk full")
@@ -412,7 +409,7 @@ def test_losses_are_told() -> None:
         assert why(shelf, ClientQuery.read("203.0.113.9", CLIENTS), span(day, now=NOW, zone=UTC)).lost == 0
 
 
-def test_more_than_can_be_looked_at_is_told() -> None:
+def test_truncated_results_are_reported() -> None:
     shelf = Shelf()
     with DecisionLog(shelf, secret=SECRET, sample=0, every=0.005) as log:
         Traffic("limits: [{by: ip, bucket: 1/hour}]", log).send(times=30)
@@ -426,7 +423,7 @@ def test_more_than_can_be_looked_at_is_told() -> None:
 # ------------------------------------------------------------------ the mail
 
 
-def test_the_mail_names_the_address_that_was_asked_for_in_full() -> None:
+def test_mail_names_the_queried_address() -> None:
     answer = answer_to("limits: [{by: ip, bucket: 60/minute}]", lambda traffic: traffic.send(times=62), "203.0.113.9")
     assert sent(answer) == (
         "This is about requests from 203.0.113.9 on Sunday 15 November 2026, UTC. We rejected 2 of them.\n"
@@ -438,7 +435,7 @@ def test_the_mail_names_the_address_that_was_asked_for_in_full() -> None:
     )
 
 
-def test_the_mail_does_not_say_who_else_uses_an_address() -> None:
+def test_mail_names_no_other_clients_of_an_address() -> None:
     def send(traffic: Traffic) -> None:
         traffic.send(tenant="acme", times=2)
         traffic.send(tenant="globex", times=2)
@@ -453,7 +450,7 @@ def test_the_mail_does_not_say_who_else_uses_an_address() -> None:
     assert "Client: Acme and Globex (asked for: 203.0.113.9)." in known(answer)
 
 
-def test_the_mail_on_requests_in_progress_speaks_of_those() -> None:
+def test_mail_on_a_concurrency_limit_mentions_open_requests() -> None:
     policy = "limits: [{name: reports, by: user, bucket: '2/minute, concurrency'}]"
     answer = answer_to(policy, lambda traffic: traffic.send(user="ada", times=3), "user=ada")
     assert "exceeded the limit of 2 requests at the same time for each user." in sent(answer)
@@ -475,7 +472,7 @@ def test_the_mail_on_requests_in_progress_speaks_of_those() -> None:
         (3 * 3_600_000_000, "3 hours"),
     ],
 )
-def test_a_wait_is_rounded_up(retry_us: int, told: str) -> None:
+def test_wait_is_rounded_up(retry_us: int, told: str) -> None:
     answer = answer_to(POLICY, lambda traffic: traffic.send(Request("/keys", api_key=KEY), 3), KEY)
     (found,) = answer.limits
     found = replace(found, denial=found.denial._replace(retry_us=retry_us))
@@ -491,7 +488,7 @@ def test_a_wait_is_rounded_up(retry_us: int, told: str) -> None:
     times=st.integers(1, 12),
     client=st.sampled_from(["203.0.113.9", "tenant=acme", "user=ada", KEY, HASH, "acme"]),
 )
-def test_no_mail_holds_what_is_for_colleagues(by: str, algorithm: str, cost: int, times: int, client: str) -> None:
+def test_mail_contains_no_internal_details(by: str, algorithm: str, cost: int, times: int, client: str) -> None:
     policy = f"limits: [{{name: internal-name, by: {by}, missing: ip, cost: {cost}, bucket: '3/minute, {algorithm}'}}]"
 
     def send(traffic: Traffic) -> None:
@@ -515,7 +512,7 @@ def test_no_mail_holds_what_is_for_colleagues(by: str, algorithm: str, cost: int
     cost=st.integers(1, 3),
     pauses=st.lists(st.sampled_from([0, 0, 0, 0.3, 1, 4, 9, 11, 30]), min_size=5, max_size=60),
 )
-def test_with_the_override_all_would_have_passed(
+def test_suggested_override_would_have_allowed_all(
     algorithm: str, quota: int, burst: int, cost: int, pauses: list[float]
 ) -> None:
     shape = f", burst {burst}" if algorithm in ("token_bucket", "gcra", "leaky_bucket") else ""
@@ -538,7 +535,7 @@ def test_with_the_override_all_would_have_passed(
     assert helped.rejected == 0
 
 
-def test_the_override_is_not_much_more_than_was_needed() -> None:
+def test_suggested_override_is_not_much_too_large() -> None:
     policy = 'limits: [{name: it, by: user, bucket: "60/minute"}]'
     answer = answer_to(policy, lambda traffic: traffic.send(user="ada", times=100), "user=ada")
     assert answer.limits[0].peak == 40
@@ -578,7 +575,7 @@ BERLIN = ZoneInfo("Europe/Berlin")
         ("now", "2026-11-16T11:30:00+01:00"),
     ],
 )
-def test_a_moment_is_read_as_people_say_it(written: str, moment: str) -> None:
+def test_moment_accepts_colloquial_times(written: str, moment: str) -> None:
     found = span(written, now=NOW, zone=BERLIN)
     assert found.moment is not None
     assert found.moment == datetime.fromisoformat(moment)
@@ -596,7 +593,7 @@ def test_a_moment_is_read_as_people_say_it(written: str, moment: str) -> None:
         ("friday", "yesterday", "2026-11-13T00:00+01:00", "2026-11-16T00:00+01:00"),
     ],
 )
-def test_a_longer_time_has_two_ends(at: str, until: str | None, since: str, end: str) -> None:
+def test_interval_has_a_start_and_an_end(at: str, until: str | None, since: str, end: str) -> None:
     found = span(at, until, now=NOW, zone=BERLIN)
     assert (found.since, found.until) == (datetime.fromisoformat(since), datetime.fromisoformat(end))
     assert found.moment is None
@@ -605,7 +602,7 @@ def test_a_longer_time_has_two_ends(at: str, until: str | None, since: str, end:
 @pytest.mark.parametrize(
     "written", ["", "soon", "15", "25:00", "13pm", "0am", "3 months ago", "2026-13-01", "2026-W46", "yesterday 7 pm x"]
 )
-def test_what_is_no_time_is_refused(written: str) -> None:
+def test_invalid_time_is_rejected(written: str) -> None:
     with pytest.raises(InvalidInput, match="write it like"):
         span(written, now=NOW, zone=BERLIN)
 
@@ -622,15 +619,15 @@ def zone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Zon
 @pytest.mark.parametrize(
     ("at", "until", "since", "end"),
     [
-        # 23 hours, and 25.
+        # Days of 23 and 25 hours.
         ("2026-03-29", None, "2026-03-29T00:00+01:00", "2026-03-30T00:00+02:00"),
         ("2026-10-25", None, "2026-10-25T00:00+02:00", "2026-10-26T00:00+01:00"),
         ("2026-10-24", "2026-10-25", "2026-10-24T00:00+02:00", "2026-10-26T00:00+01:00"),
-        # Ten minutes around are ten minutes, whatever clocks say then.
+        # Ten minutes are elapsed time, also across a clock change.
         ("2026-03-29 01:55", None, "2026-03-29T01:45+01:00", "2026-03-29T03:06+02:00"),
         ("2026-03-29 03:05", None, "2026-03-29T01:55+01:00", "2026-03-29T03:16+02:00"),
         ("2026-10-25 03:05", None, "2026-10-25T02:55+01:00", "2026-10-25T03:16+01:00"),
-        # There was no 2:30; and there were two of them.
+        # 02:30 does not exist in spring and exists twice in autumn.
         ("2026-03-29 02:30", None, "2026-03-29T03:20+02:00", "2026-03-29T03:41+02:00"),
         ("2026-10-25 02:30", None, "2026-10-25T02:20+02:00", "2026-10-25T02:41+01:00"),
         ("2026-10-25 2:30am", None, "2026-10-25T02:20+02:00", "2026-10-25T02:41+01:00"),
@@ -638,7 +635,7 @@ def zone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Zon
         ("2026-10-25T02:30+01:00", None, "2026-10-25T02:20+01:00", "2026-10-25T02:41+01:00"),
     ],
 )
-def test_a_night_on_which_clocks_change_is_asked_about_whole(
+def test_interval_across_a_clock_change_is_complete(
     zone: ZoneInfo | None, at: str, until: str | None, since: str, end: str
 ) -> None:
     found = span(at, until, now=NOW, zone=zone)
@@ -655,19 +652,19 @@ def test_a_night_on_which_clocks_change_is_asked_about_whole(
         ("today", "2026-10-26T00:00+01:00"),
     ],
 )
-def test_what_comes_twice_is_still_ahead_while_one_of_them_is(zone: ZoneInfo | None, written: str, moment: str) -> None:
+def test_repeated_hour_is_ahead_until_its_second_pass(zone: ZoneInfo | None, written: str, moment: str) -> None:
     now = datetime.fromisoformat("2026-10-25T02:40+02:00")
     assert coming(written, now=now, zone=zone, at_its_end=True) == datetime.fromisoformat(moment)
 
 
 @pytest.mark.parametrize("written", ["0001-01-01", "9999-12-31", "9999-12-31 23:59", "999999 days ago"])
-def test_a_time_that_no_calendar_has_is_refused(zone: ZoneInfo | None, written: str) -> None:
+def test_time_outside_the_calendar_is_rejected(zone: ZoneInfo | None, written: str) -> None:
     with pytest.raises(InvalidInput, match="no time before the year 1, nor after 9999"):
         span(written, now=NOW, zone=zone)
 
 
 @pytest.mark.parametrize("written", ["9999-12-31", "999999 weeks"])
-def test_a_time_too_far_ahead_is_refused(zone: ZoneInfo | None, written: str) -> None:
+def test_time_too_far_ahead_is_rejected(zone: ZoneInfo | None, written: str) -> None:
     with pytest.raises(InvalidInput, match="too far ahead"):
         coming(written, now=NOW, zone=zone, at_its_end=True)
 
@@ -683,7 +680,7 @@ def test_times_are_shown_with_their_zone() -> None:
     )
 
 
-def test_the_reader_of_sqlite_finds_what_the_shelf_finds(folder: Path) -> None:
+def test_sqlite_reader_finds_the_same_as_memory(folder: Path) -> None:
     shelf = Shelf()
     with DecisionLog(shelf, secret=SECRET, sample=0.5) as one, closing(open_sink("sqlite:///decisions.db")) as sink:
         traffic = Traffic("limits: [{name: it, by: client, bucket: 3/minute}]", one)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from headgate.algorithms import NEVER
 from headgate.policy.model import Client, Identity, Policy
 from headgate.policy.routes import METHODS
-from headgate.telemetry.decision_log.record import DecisionRecord, LimitDenial, id_prefix, lost_record
+from headgate.telemetry.decision_log.record import ENVOY_METHODS, DecisionRecord, LimitDenial, id_prefix, lost_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -93,10 +93,8 @@ class EventEncoder:
 
     def _encode_header(self, route: RoutePlan, tier: str | None) -> bytes:
         self._expire()
-        policy = route.policy
-        edition = self._edition(policy, policy.clients) if policy.clients else 0
-        is_local = route.on_failure == "local"
-        fields = policy.name, route.endpoint, route.route_class or "", tier or "", is_local, edition
+        is_local, edition = route.on_failure == "local", self._edition(route.policy)
+        fields = route.policy.name, route.endpoint, route.route_class or "", tier or "", is_local, edition
         header = self._headers[route, tier] = dumps(fields, FORMAT)
         return header
 
@@ -108,10 +106,12 @@ class EventEncoder:
             cached = self._limits[id(compiled), id(limit)] = (compiled, limit), encoded
         return cached[1]
 
-    def _edition(self, policy: Any, clients: tuple[Client, ...]) -> int:
-        """The number of a policy, by which its labels are found."""
+    def _edition(self, policy: Any) -> int:
+        """The number of a policy, by which its labels are found; 0 if it has no clients."""
+        if not policy.clients:
+            return 0
         _, number = self._policies.get(id(policy)) or (None, next(self._numbers))
-        self._editions[number] = clients
+        self._editions[number] = policy.clients
         self._policies[id(policy)] = policy, number
         while len(self._editions) > MAX_EDITIONS:
             self._editions.pop(min(self._editions, default=0), None)
@@ -122,8 +122,7 @@ class EventEncoder:
         is_full = len(self._limits) >= MAX_CACHED or len(self._headers) >= MAX_CACHED
         if is_full or now - self._cached_since > CACHE_LIFETIME_S:
             self._cached_since = now
-            newest = max(self._policies.items(), key=lambda each: each[1][1], default=None)
-            self._policies = dict([newest] if newest is not None else [])
+            self._policies = dict(sorted(self._policies.items(), key=lambda each: each[1][1])[-1:])
             self._headers.clear()
             self._limits.clear()
 
@@ -138,7 +137,8 @@ def _limit_fields(rule: Rule, limit: Limit) -> tuple[Any, ...]:
     is_of_tier = any(limit is each for each in rule.tiers.values())
     origin = "" if limit is rule.limit else "tier" if is_of_tier else "override"
     by = "+".join(rule.by) or "global"
-    return rule.name, by, limit.quota, limit.period_us, limit.capacity, limit.algorithm, origin
+    algorithm = limit.algorithm if limit.calendar is None else f"{limit.algorithm} {limit.calendar.code}"
+    return rule.name, by, limit.quota, limit.period_us, limit.capacity, algorithm, origin
 
 
 def _encode_denying(shadows: Sequence[Shadow]) -> list[tuple[bytes, int, int, int]]:
@@ -220,36 +220,13 @@ class EventDecoder:
             answers = self._answers(limits, cost, verdicts)
             decisive = min(answers, key=lambda each: each[8] / each[4])  # remaining, burst
         kind, key, label, kinds, keys = self._clients.pseudonym((*who, *who.values()), self._labels.get(edition))
-        return _new_tuple(
-            DecisionRecord,
-            (
-                _record_id(at_us, token, number),
-                at_us,
-                self.node,
-                self._region,
-                policy,
-                method if method in METHODS else "OTHER",
-                endpoint,
-                route_class,
-                tier,
-                outcome,
-                reason,
-                *decisive,
-                kind,
-                key,
-                label,
-                degraded or "",
-                reason == "over-shadow-limit",
-                note or "",
-                weight,
-                kinds,
-                keys,
-                tuple(others),
-            ),
-        )
+        method = method if method in METHODS or method in ENVOY_METHODS else "OTHER"
+        at = _record_id(at_us, token, number), at_us, self.node, self._region, policy, method, endpoint
+        about = kind, key, label, degraded or "", reason == "over-shadow-limit", note or "", weight, kinds, keys
+        values = *at, route_class, tier, outcome, reason, *decisive, *about, tuple(others)
+        return _new_tuple(DecisionRecord, values)
 
     def _answers(self, limits: Sequence[bytes], cost: Any, verdicts: Any) -> list[LimitDenial]:
-        """The answer of each limit."""
         costs = [cost] * len(limits) if isinstance(cost, int) else cost
         return [self._answer(limits[at], costs[at], *verdict[:2]) for at, verdict in enumerate(verdicts)]
 

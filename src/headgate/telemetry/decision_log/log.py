@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 import weakref
 from random import random
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, get_args
 
+from headgate._node import node_name
 from headgate.errors import InvalidConfiguration
-from headgate.gate.base import SECRET_VARIABLE
 from headgate.gate.event_stream import DecisionEvent, flush_all
 from headgate.telemetry.decision_log.codec import EventDecoder, EventEncoder
-from headgate.telemetry.decision_log.delivery import (
-    AdaptiveDelivery,
-    InProcessDelivery,
-    SubprocessDelivery,
-    WriterConfig,
-)
+from headgate.telemetry.decision_log.delivery import AdaptiveDelivery, InProcessDelivery, SubprocessDelivery
 from headgate.telemetry.decision_log.queue import EXIT_TIMEOUT_S, LogQueue, LogStats
 from headgate.telemetry.decision_log.sinks import open_sink
-from headgate.telemetry.pseudonyms import Pseudonymizer
+from headgate.telemetry.pseudonyms import Pseudonymizer, checked_secret
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from headgate.gate.admission import Admission
-    from headgate.gate.request import RequestInfo
+    from headgate.gate.admission import Admission, RequestInfo
     from headgate.telemetry.decision_log.sinks import Sink
 
 __all__ = ["DecisionLog"]
 
 Writer: TypeAlias = Literal["auto", "thread", "process"]
 
-IN_PROCESS_SCHEME: Final = "logging"
+IN_PROCESS_SCHEME: Final = "logging:"
 """The sink whose handlers exist in this process only."""
 
 
@@ -59,28 +51,36 @@ class DecisionLog:
         every: float | None = None,
         writer: Writer = "auto",
     ) -> None:
-        clients = Pseudonymizer(secret, show=show)
-        self._sample = _checked_sample(sample)
+        key = checked_secret(secret)
+        clients = Pseudonymizer(key, show=show)
+        if not is_number(sample) or not 0 <= sample <= 1:
+            raise InvalidConfiguration(f"sample {sample!r}: give the share of passed requests to log, from 0 to 1")
+        self._sample = float(sample)
         self._weight = 1 / sample if sample else 0.0
-        self._max_queued = min(_checked_count("most", most), sys.maxsize)
         opened = open_sink(sink) if isinstance(sink, str) else sink
-        size = _checked_count("batch", getattr(opened, "batch", 1000) if batch is None else batch)
-        decoder = EventDecoder(clients, node=socket.gethostname() if node is None else node, region=region)
+        size = getattr(opened, "batch", 1000) if batch is None else batch
+        for name, count in (("most", most), ("batch", size)):
+            if type(count) is not int or count < 1:
+                raise InvalidConfiguration(f"{name} {count!r}: give a number of records, at least 1")
+        self._max_queued = min(most, sys.maxsize)
+        every = getattr(opened, "every", 0.2) if every is None else every
+        if not is_number(every) or not 0 < every <= 60:
+            raise InvalidConfiguration(f"every {every!r}: give the seconds between two batches, above 0 and at most 60")
+        if writer not in get_args(Writer):
+            raise InvalidConfiguration(f"unknown writer {writer!r}: give 'auto', 'thread' or 'process'")
+        decoder = EventDecoder(clients, node=node_name(node), region=region)
         self._encoder = EventEncoder(clients)
-        in_process = InProcessDelivery(opened, decoder, self._encoder, size=size)
         self._subprocess: SubprocessDelivery | None = None
-        if _can_use_process(sink, _checked_writer(writer)) and isinstance(sink, str):
-            given = os.environ[SECRET_VARIABLE] if secret is None else secret
-            key = given.encode() if isinstance(given, str) else bytes(given)
-            config = WriterConfig(sink, size, key, tuple(show), decoder.node, region)
-            self._subprocess = SubprocessDelivery(config, self._encoder)
-        self._queue = LogQueue(
-            in_process
-            if self._subprocess is None
-            else AdaptiveDelivery(in_process, self._subprocess, always=writer == "process"),
-            max_waiting=most,
-            every=_checked_interval(getattr(opened, "every", 0.2) if every is None else every),
-        )
+        if isinstance(sink, str) and not sink.startswith(IN_PROCESS_SCHEME):
+            if writer != "thread":
+                config = sink, size, key, tuple(show), decoder.node, region
+                self._subprocess = SubprocessDelivery(self._encoder, *config)
+        elif writer == "process":
+            possible = "another process can write only to a sink with a URL, and not to logging"
+            raise InvalidConfiguration(f"writer 'process': {possible}; give 'thread'")
+        in_process = InProcessDelivery(opened, decoder, self._encoder, size=size)
+        delivery = AdaptiveDelivery(in_process, self._subprocess, always=writer == "process")
+        self._queue = LogQueue(delivery, max_waiting=most, every=float(every))
         # A log that is garbage-collected still writes its records, and closes its sink.
         weakref.finalize(self, self._queue.close, EXIT_TIMEOUT_S, wait=False).atexit = False
 
@@ -88,7 +88,8 @@ class DecisionLog:
         """Queue the rejections of a batch, and a sample of the requests that passed."""
         for event in events:
             weight, max_queued = 1.0, self._max_queued
-            if event.outcome == "allowed" and not (event.shadows and _would_be_denied(event)):
+            would_deny = event.shadows and any(not shadow.decision.allowed for shadow in event.shadows)
+            if event.outcome == "allowed" and not would_deny:
                 if random() >= self._sample:
                     continue
                 weight, max_queued = self._weight, max_queued // 2  # half of the queue is reserved for rejections
@@ -132,41 +133,5 @@ class DecisionLog:
         self.close()
 
 
-def _would_be_denied(event: DecisionEvent) -> bool:
-    """True if a limit in shadow mode would have denied the request."""
-    return any(not shadow.decision.allowed for shadow in event.shadows)
-
-
-def _can_use_process(sink: Sink | str, writer: Writer) -> bool:
-    """True if another process can open the sink, by its URL."""
-    is_possible = isinstance(sink, str) and not sink.startswith(f"{IN_PROCESS_SCHEME}:")
-    if writer == "process" and not is_possible:
-        raise InvalidConfiguration(
-            "writer 'process': another process can write only to a sink with a URL, and not to logging; give 'thread'"
-        )
-    return is_possible and writer != "thread"
-
-
-def _checked_writer(writer: Any) -> Writer:
-    if writer not in get_args(Writer):
-        raise InvalidConfiguration(f"unknown writer {writer!r}: give 'auto', 'thread' or 'process'")
-    checked: Writer = writer
-    return checked
-
-
-def _checked_sample(sample: float) -> float:
-    if isinstance(sample, bool) or not isinstance(sample, int | float) or not 0 <= sample <= 1:
-        raise InvalidConfiguration(f"sample {sample!r}: give the share of passed requests to log, from 0 to 1")
-    return float(sample)
-
-
-def _checked_count(name: str, number: Any) -> int:
-    if type(number) is not int or number < 1:
-        raise InvalidConfiguration(f"{name} {number!r}: give a number of records, at least 1")
-    return number
-
-
-def _checked_interval(every: Any) -> float:
-    if isinstance(every, bool) or not isinstance(every, int | float) or not 0 < every <= 60:
-        raise InvalidConfiguration(f"every {every!r}: give the seconds between two batches, above 0 and at most 60")
-    return float(every)
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

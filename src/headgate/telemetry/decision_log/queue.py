@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import random
 import secrets
 import threading
@@ -24,7 +23,7 @@ from headgate.telemetry.decision_log.codec import encode_loss
 from headgate.telemetry.decision_log.delivery import YIELD_S, EventBatch
 
 if TYPE_CHECKING:
-    from headgate.telemetry.decision_log.delivery import Delivery
+    from headgate.telemetry.decision_log.delivery import AdaptiveDelivery
 
 __all__ = ["EXIT_TIMEOUT_S", "LogQueue", "LogStats"]
 
@@ -39,8 +38,6 @@ IDLE_S: Final = 5.0
 """The thread ends after this time without an event; the next event starts another."""
 EXIT_TIMEOUT_S: Final = 2.0
 """The time that the exit of the process waits for the sink."""
-FORK_TIMEOUT_S: Final = 1.0
-"""The time that a fork waits for the sink."""
 GRACE_S: Final = 0.2
 """Additional time for the thread to log what it could not write."""
 
@@ -64,7 +61,7 @@ _queues: weakref.WeakSet[LogQueue] = weakref.WeakSet()
 class LogQueue:
     """Delivers the encoded events in `events`."""
 
-    def __init__(self, delivery: Delivery, *, max_waiting: int, every: float) -> None:
+    def __init__(self, delivery: AdaptiveDelivery, *, max_waiting: int, every: float) -> None:
         self.events: deque[bytes | threading.Event] = deque()
         """Encoded events, and between them markers that are set when everything before them is written."""
         self._delivery = delivery
@@ -87,10 +84,7 @@ class LogQueue:
         self._markers: list[threading.Event] = []
         """The markers that wait for the batch."""
         self._queued_markers = 0
-        self._forking_threads: set[int] = set()
-        """The threads for whose fork the sink is suspended."""
-        self._retry_s = 0.0
-        self._retry_at = 0.0
+        self._retry_s = self._retry_at = 0.0
         self._idle_since: float | None = None
         self._written = self._lost = self._failures = 0
         self._unreported: tuple[int, int, int] | None = None
@@ -99,17 +93,6 @@ class LogQueue:
         self._logged_at: dict[str, float] = {}
         self._is_closed = False
         self._deadline = float("inf")
-
-    def suspend(self) -> None:
-        """Before a fork: wait until the sink is idle, as a child could never release the locks of its library."""
-        if self._delivery.suspend(FORK_TIMEOUT_S):
-            self._forking_threads.add(threading.get_ident())
-
-    def resume(self) -> None:
-        """After a fork, in the parent."""
-        if threading.get_ident() in self._forking_threads:
-            self._forking_threads.remove(threading.get_ident())
-            self._delivery.resume()
 
     def reset_after_fork(self) -> None:
         """Start with an empty queue: the events of the parent are written by the parent."""
@@ -127,9 +110,8 @@ class LogQueue:
             count, since_us, _ = self._unreported or (0, at_us, at_us)
             self._unreported = count + 1, since_us, at_us
         if not self._is_closed:
-            error = f": {self._error}" if self._error else ""
             text = "the decision log is losing records, as its sink is too slow: %d lost, %d waiting%s"
-            self._log_error("lost", text, self._lost, len(self.events), error)
+            self._log_error("lost", text, self._lost, len(self.events), f": {self._error}" if self._error else "")
 
     def ensure_thread(self) -> None:
         """Start the thread if there are events, and it does not run."""
@@ -284,17 +266,3 @@ def _close_all() -> None:
     flush_all()
     for queue in list(_queues):
         queue.close(EXIT_TIMEOUT_S)
-
-
-def _suspend_all() -> None:
-    for queue in list(_queues):
-        queue.suspend()
-
-
-def _resume_all() -> None:
-    for queue in list(_queues):
-        queue.resume()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_suspend_all, after_in_parent=_resume_all)

@@ -7,9 +7,22 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
+from headgate.calendars import Calendar
 from headgate.limits import Limit
 
-__all__ = ["LOST", "REJECTIONS", "DecisionRecord", "LimitDenial", "Outcome", "Reason", "id_prefix", "lost_record"]
+__all__ = [
+    "ENVOY",
+    "ENVOY_METHODS",
+    "ENVOY_QUOTA",
+    "LOST",
+    "REJECTIONS",
+    "DecisionRecord",
+    "LimitDenial",
+    "Outcome",
+    "Reason",
+    "id_prefix",
+    "lost_record",
+]
 
 Outcome: TypeAlias = Literal["allowed", "denied", "blocked", "unavailable", "lost"]
 Reason: TypeAlias = Literal[
@@ -21,6 +34,12 @@ REJECTIONS: Final = ("denied", "blocked", "unavailable")
 
 LOST: Final = "lost"
 """The outcome of records that stand for lost ones, and the client by which they are found."""
+
+ENVOY: Final = "ENVOY"
+"""The method of requests of Envoy's rate limit service, whose route is the domain."""
+ENVOY_QUOTA: Final = "ENVOY-QUOTA"
+"""The method of requests that a proxy has denied by its quota: one record for a report, whose cost is their number."""
+ENVOY_METHODS: Final = frozenset({ENVOY, ENVOY_QUOTA})
 
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -40,6 +59,7 @@ class LimitDenial(NamedTuple):
     period_us: int
     burst: int
     algorithm: str
+    """With a calendar period followed by that, like "fixed_window month.15 Europe/Berlin"."""
     origin: str
     """The source of the numbers: "override", "tier", or empty for the limit's default."""
     cost: int
@@ -50,8 +70,9 @@ class LimitDenial(NamedTuple):
     @property
     def allows(self) -> Limit:
         """The limit as a value."""
-        period = timedelta(microseconds=self.period_us)
-        return Limit(self.quota, period, burst=self.burst, algorithm=self.algorithm, name=self.limit)
+        algorithm, _, calendar = self.algorithm.partition(" ")
+        period = Calendar.read_code(calendar) if calendar else timedelta(microseconds=self.period_us)
+        return Limit(self.quota, period, burst=self.burst, algorithm=algorithm, name=self.limit)
 
 
 class DecisionRecord(NamedTuple):
@@ -117,8 +138,7 @@ class DecisionRecord(NamedTuple):
     @property
     def words(self) -> str:
         """The decision in one line of text."""
-        who = self.label or "unknown client"
-        what = f"{self.outcome} {self.method} {self.route} of {who}"
+        what = f"{self.outcome} {self.method} {self.route} of {self.label or 'unknown client'}"
         if self.outcome == LOST:
             return f"{self.weight:.0f} decisions could not be recorded"
         if self.outcome == "blocked":
@@ -133,7 +153,7 @@ class DecisionRecord(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """The record for JSON."""
-        found: dict[str, Any] = dict(zip(_NAMES, self, strict=True))
+        found: dict[str, Any] = dict(zip(self._fields, self, strict=True))
         if self.also:
             found["also"] = [denial._asdict() for denial in self.also]
         return found
@@ -156,29 +176,24 @@ class DecisionRecord(NamedTuple):
     def from_row(cls, row: tuple[Any, ...]) -> DecisionRecord:
         """The inverse of `as_row`; also for tables with list columns."""
         kinds, clients, also = row[FIRST_LIST:]
-        found = cls._make(
-            (
-                *row[:FIRST_LIST],
-                tuple(kinds.split() if isinstance(kinds, str) else kinds),
-                tuple(json.loads(clients) if isinstance(clients, str) else clients),
-                tuple([_decode_denial(each) for each in json.loads(also)]) if also else (),
-            )
-        )
+        kinds = kinds.split() if isinstance(kinds, str) else kinds
+        clients = json.loads(clients) if isinstance(clients, str) else clients
+        # A denial is a list, or an object if it came to ClickHouse through Kafka.
+        also = json.loads(also) if also else ()
+        denials = tuple([LimitDenial(**each) if isinstance(each, dict) else LimitDenial(*each) for each in also])
+        found = cls._make((*row[:FIRST_LIST], tuple(kinds), tuple(clients), denials))
         return found._replace(shadow=bool(found.shadow))
 
 
-_NAMES: Final = DecisionRecord._fields
 FIRST_OF_LIMIT: Final = DecisionRecord._fields.index("limit")
 AFTER_LIMIT: Final = DecisionRecord._fields.index("retry_us") + 1
 
 
 def lost_record(id: str, count: int, *, since_us: int, until_us: int, node: str, region: str) -> DecisionRecord:
     """The record that stands for lost ones: their number, the first time (`at_us`) and the duration (`period_us`)."""
-    blank = dict.fromkeys(DecisionRecord._fields, "")
-    numbers = {"quota": 0, "period_us": until_us - since_us, "burst": 0, "cost": 0, "remaining": 0, "retry_us": None}
-    lists = {"kinds": (LOST,), "clients": (LOST,), "also": ()}
-    what = {"id": id, "at_us": since_us, "node": node, "region": region, "outcome": LOST, "reason": LOST}
-    return DecisionRecord(**{**blank, **numbers, **lists, **what, "shadow": False, "weight": float(count)})  # type: ignore[arg-type] # a table of columns
+    limit = LimitDenial("", "", 0, until_us - since_us, 0, "", "", 0, 0, None)
+    about = "", "", "", "", False, "", float(count), (LOST,), (LOST,), ()
+    return DecisionRecord(id, since_us, node, region, "", "", "", "", "", LOST, LOST, *limit, *about)
 
 
 def id_prefix(at_us: int) -> str:
@@ -203,13 +218,7 @@ def _encode_beginning(*same: Any) -> str:
     return _encode(same)[:-1]
 
 
-def _decode_denial(written: list[Any] | dict[str, Any]) -> LimitDenial:
-    """A denial from JSON: a list, or an object if it came to ClickHouse through Kafka."""
-    return LimitDenial(**written) if isinstance(written, dict) else LimitDenial._make(written)
-
-
 def _describe(denial: LimitDenial) -> str:
-    numbers = f"cost {denial.cost}, {denial.remaining} left"
-    if denial.retry_us is None:
-        return f"{denial.limit} ({denial.allows}): {numbers}, more than it can ever allow"
-    return f"{denial.limit} ({denial.allows}): {numbers}, passes in {denial.retry_us / SECOND_US:g} s"
+    us = denial.retry_us
+    wait = "more than it can ever allow" if us is None else f"passes in {us / SECOND_US:g} s"
+    return f"{denial.limit} ({denial.allows}): cost {denial.cost}, {denial.remaining} left, {wait}"

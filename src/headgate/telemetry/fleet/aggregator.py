@@ -10,13 +10,25 @@ from __future__ import annotations
 import json
 import threading
 import zlib
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from headgate.clock import SystemClock
 from headgate.errors import StoreError
-from headgate.telemetry.fleet.latency import BUCKETS, quantile
-from headgate.telemetry.fleet.model import ClientCount, FleetStatus, HotKey, MinuteTotals, NearLimit, NodeStatus, Series
-from headgate.telemetry.fleet.rollups import OUTCOMES
+from headgate.telemetry.fleet.model import (
+    CanaryNode,
+    CanarySecond,
+    ClientCount,
+    FleetStatus,
+    HotKey,
+    MinuteTotals,
+    NearLimit,
+    NodeStatus,
+    QuotaHolding,
+    Series,
+)
+from headgate.telemetry.fleet.rollups import BUCKETS, OUTCOMES, quantile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,7 +36,7 @@ if TYPE_CHECKING:
     from headgate.clock import Clock
     from headgate.telemetry.fleet.status_store import StatusDocument, StatusStore
 
-__all__ = ["SECONDS", "SILENT_AFTER_S", "ClockAligner", "ClockShift", "FleetAggregator"]
+__all__ = ["ClockAligner", "ClockShift", "FleetAggregator"]
 
 SECONDS: Final = 300
 """The length of a series."""
@@ -100,26 +112,23 @@ class FleetAggregator:
 
     def _add(self, run: str, document: _NodeDocument, now_us: int) -> bool:
         """Add the seconds of a report; True if seconds before them are missing."""
-        history = self._histories.get(run)
-        is_new = history is None
-        if history is None:
-            history = self._histories[run] = _NodeHistory()
+        is_new = run not in self._histories
+        history = self._histories.setdefault(run, _NodeHistory())
         shift, is_moved, is_in_doubt = self._clocks.shift(run, document.at_us, now_us - round(document.age * 1_000_000))
         if is_in_doubt:  # the next report has the same seconds
             return False
+        history.shift_s = shift
         if is_moved:  # seconds that are in a chart stay there
             history.settled_s = max(history.seconds, default=0)
         now_s = now_us // 1_000_000
-        has_gap = is_new
-        if document.rows and history.seconds and not is_new:
-            has_gap = document.rows[0][0] + shift > max(history.seconds) + 1
+        is_late = bool(document.rows and history.seconds) and document.rows[0][0] + shift > max(history.seconds) + 1
         for number, counts, latency in document.rows:
             second = number + shift
             is_in_range = history.settled_s < second <= now_s and second > now_s - SECONDS - REPORT_DELAY_S
             if second not in history.seconds and is_in_range:
                 history.seconds[second] = counts, latency
                 self._totals.setdefault(second, _Totals()).add(counts, latency)
-        return has_gap
+        return is_new or is_late
 
     def _forget(self, before_s: int, live: Mapping[str, Any]) -> None:
         self._totals = {second: total for second, total in self._totals.items() if second > before_s}
@@ -129,15 +138,12 @@ class FleetAggregator:
             history.seconds = {second: each for second, each in history.seconds.items() if second > before_s}
         self._clocks.keep(live)
 
-    def _status(
-        self, documents: Mapping[str, _NodeDocument], now_us: int, last_s: int, errors: list[str]
-    ) -> FleetStatus:
+    def _status(self, reports: Mapping[str, _NodeDocument], now_us: int, last_s: int, errors: list[str]) -> FleetStatus:
         totals = [self._totals.get(second, EMPTY) for second in range(last_s - SECONDS + 1, last_s + 1)]
-        nodes = [self._histories[run].node(document, now_us, last_s) for run, document in documents.items()]
-        columns: dict[str, Any] = {
-            name: tuple([total.counts[index] for total in totals]) for index, name in enumerate(OUTCOMES)
-        }
-        live = [document for document in documents.values() if document.age <= SILENT_AFTER_S]
+        nodes = [self._histories[run].node(document, now_us, last_s) for run, document in reports.items()]
+        columns: Any = dict(zip(OUTCOMES, zip(*[total.counts for total in totals], strict=True), strict=True))
+        canary_nodes = [self._histories[run].canary_node(document, last_s) for run, document in reports.items()]
+        live = [document for document in reports.values() if document.age <= SILENT_AFTER_S]
         return FleetStatus(
             now_us,
             tuple(sorted(nodes, key=lambda node: (node.region, node.name))),
@@ -147,11 +153,13 @@ class FleetAggregator:
                 p50_us=tuple([total.quantile(0.5) for total in totals]),
                 p99_us=tuple([total.quantile(0.99) for total in totals]),
             ),
-            MinuteTotals(**_Totals.sum([(each.counts, each.latency) for each in totals[-MINUTE:]]).fields()),
+            MinuteTotals(**_sum([(each.counts, each.latency) for each in totals[-MINUTE:]])),
             _top_denied(live),
-            _nearest(documents.values()),
+            _nearest(reports.values()),
             _hottest(live),
             tuple(errors),
+            _quotas(live),
+            tuple(sorted(filter(None, canary_nodes), key=lambda node: node.name)),
         )
 
 
@@ -176,11 +184,7 @@ class ClockAligner:
     def shift(self, name: str, at_us: int, put_us: int) -> ClockShift:
         """The amount to add to a node's numbers, given a document of its time `at_us` that was stored at `put_us`."""
         offset = (put_us - at_us) / self._unit_us
-        known = self._shifts.get(name)
-        if known is None:
-            self._shifts[name] = round(offset), 0
-            return ClockShift(round(offset))
-        current, late = known
+        current, late = self._shifts.get(name, (round(offset), 0))
         if abs(offset - current) <= MAX_DRIFT:
             self._shifts[name] = current, 0
             return ClockShift(current)
@@ -214,6 +218,15 @@ class _NodeDocument:
         self.at_us = int(self.fields["at_us"])
         self.rows: list[_Row] = [_parse_row(*row) for row in self.fields["beats"][-SECONDS:]]
 
+    @property
+    def canary(self) -> tuple[str, Any, int, str | None] | None:
+        """The canary, the role of the node, its first second in this role, and the reason why it has not another."""
+        found = self.fields.get("canary")
+        if not isinstance(found, list) or [type(each) for each in found] != [str, str, int, str]:
+            return None
+        canary, role, since_s, error = found
+        return (canary[:20], role, since_s, error[:500] or None) if role in ("candidate", "stable") else None
+
     def text(self, name: str) -> str | None:
         value = self.fields.get(name)
         return None if value is None else str(value)[:500]
@@ -237,26 +250,16 @@ def _parse_row(number: int, *rest: Any) -> _Row:
 
 
 class _Totals:
-    """Counts and latencies, summed."""
-
     __slots__ = ("_quantiles", "counts", "latency")
 
     def __init__(self) -> None:
         self.counts = [0] * len(OUTCOMES)
-        self.latency: dict[int, int] = {}
+        self.latency: Counter[int] = Counter()
         self._quantiles: dict[float, int | None] = {}
-
-    @classmethod
-    def sum(cls, parts: Iterable[tuple[Iterable[int], Mapping[int, int]]]) -> _Totals:
-        total = cls()
-        for counts, latency in parts:
-            total.add(counts, latency)
-        return total
 
     def add(self, counts: Iterable[int], latency: Mapping[int, int]) -> None:
         self.counts = [one + other for one, other in zip(self.counts, counts, strict=True)]
-        for bucket, count in latency.items():
-            self.latency[bucket] = self.latency.get(bucket, 0) + count
+        self.latency.update(latency)
         self._quantiles.clear()
 
     def quantile(self, share: float) -> int | None:
@@ -264,24 +267,43 @@ class _Totals:
             self._quantiles[share] = quantile(self.latency, share)
         return self._quantiles[share]
 
-    def fields(self) -> dict[str, Any]:
-        counts = dict(zip(OUTCOMES, self.counts, strict=True))
-        return {**counts, "p50_us": self.quantile(0.5), "p99_us": self.quantile(0.99)}
-
 
 EMPTY: Final = _Totals()
 
 
+def _sum(parts: Iterable[tuple[Iterable[int], Mapping[int, int]]]) -> dict[str, Any]:
+    """The sums of seconds, and quantiles of their latencies."""
+    total = _Totals()
+    for counts, latency in parts:
+        total.add(counts, latency)
+    by_outcome = dict(zip(OUTCOMES, total.counts, strict=True))
+    return {**by_outcome, "p50_us": quantile(total.latency, 0.5), "p99_us": quantile(total.latency, 0.99)}
+
+
+@dataclass(slots=True)
 class _NodeHistory:
     """The seconds that one node has reported."""
 
-    __slots__ = ("seconds", "settled_s")
+    seconds: dict[int, tuple[list[int], dict[int, int]]] = field(default_factory=dict)
+    """By the reader's clock."""
+    settled_s: int = 0
+    """Seconds up to this one are final."""
+    shift_s: int = 0
+    """Seconds between the node's clock and the reader's."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[int, tuple[list[int], dict[int, int]]] = {}
-        """By the reader's clock."""
-        self.settled_s = 0
-        """Seconds up to this one are final."""
+    def canary_node(self, document: _NodeDocument, last_s: int) -> CanaryNode | None:
+        """The part of the node in a canary; None if it reports none."""
+        if document.canary is None:
+            return None
+        canary, role, since_s, error = document.canary
+        seconds = sorted(second for second in self.seconds if since_s + self.shift_s <= second <= last_s)
+        return CanaryNode(
+            name=_name(document),
+            canary=canary,
+            role=role,
+            error=error,
+            seconds=tuple([CanarySecond(second, *self.seconds[second]) for second in seconds]),
+        )
 
     def node(self, document: _NodeDocument, now_us: int, last_s: int) -> NodeStatus:
         minute = [self.seconds[second] for second in range(last_s - MINUTE + 1, last_s + 1) if second in self.seconds]
@@ -289,7 +311,7 @@ class _NodeHistory:
         waiting, lost, log_error = fields.get("log") or (None, None, None)
         is_degraded = fields.get("state") != "ready"
         return NodeStatus(
-            name=(document.text("node") or "?")[:120],
+            name=_name(document),
             region=document.text("region") or "",
             at_us=now_us - round(document.age * 1_000_000),
             state="silent" if document.age > SILENT_AFTER_S else "degraded" if is_degraded else "ready",
@@ -298,12 +320,17 @@ class _NodeHistory:
             shards=tuple([(str(name), bool(ready)) for name, ready in document.list_of("shards", str, bool)]),
             policy_version=document.text("policy"),
             policy_error=document.text("error"),
+            canary=None if document.canary is None else document.canary[1],
             config_age_s=fields.get("age"),
-            **_Totals.sum(minute).fields(),
+            **_sum(minute),
             waiting=waiting,
             lost=lost,
             log_error=log_error,
         )
+
+
+def _name(document: _NodeDocument) -> str:
+    return (document.text("node") or "?")[:120]
 
 
 def _top_denied(documents: Iterable[_NodeDocument]) -> tuple[ClientCount, ...]:
@@ -331,9 +358,20 @@ def _nearest(documents: Iterable[_NodeDocument]) -> tuple[NearLimit, ...]:
 
 
 def _hottest(documents: Iterable[_NodeDocument]) -> tuple[HotKey, ...]:
-    rates: dict[tuple[str, str, str, str], int] = {}
+    rates: Counter[tuple[str, str, str, str]] = Counter()
     for document in documents:
         for limit, kind, key, label, rate in document.list_of("hot", str, str, str, str, int):
-            rates[limit, kind, key, label] = rates.get((limit, kind, key, label), 0) + rate
-    hottest = sorted(rates.items(), key=lambda item: -item[1])[:TOP]
-    return tuple([HotKey(*at, float(rate)) for at, rate in hottest])
+            rates[limit, kind, key, label] += rate
+    return tuple([HotKey(*at, float(rate)) for at, rate in rates.most_common(TOP)])
+
+
+def _quotas(documents: Iterable[_NodeDocument]) -> tuple[QuotaHolding, ...]:
+    """The tokens that proxies hold of each limit, summed over the servers that have granted them."""
+    found: dict[str, QuotaHolding] = {}
+    for document in documents:
+        for limit, counters, held, capacity, excess in document.list_of("quotas", str, int, int, int, int):
+            other = found.get(limit)
+            if other is not None:  # the same counters may be at several servers
+                counters, held, excess = max(counters, other.counters), held + other.held, excess + other.excess
+            found[limit] = QuotaHolding(limit, counters, held, capacity, excess)
+    return tuple(sorted(found.values(), key=lambda each: (-each.held, each.limit))[:TOP])

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-__all__ = ["ClientCount", "FleetStatus", "HotKey", "MinuteTotals", "NearLimit", "NodeStatus", "Series"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "CanaryNode",
+    "CanarySecond",
+    "ClientCount",
+    "FleetStatus",
+    "HotKey",
+    "MinuteTotals",
+    "NearLimit",
+    "NodeStatus",
+    "QuotaHolding",
+    "Series",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +52,8 @@ class NodeStatus:
     """Records that its decision log has not written yet; None without a log."""
     lost: int | None
     log_error: str | None
+    canary: Literal["candidate", "stable"] | None = None
+    """The policy document that the node applies while a canary is running; None otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +123,45 @@ class HotKey:
 
 
 @dataclass(frozen=True, slots=True)
+class QuotaHolding:
+    """The tokens of one limit that proxies hold by Envoy's quota protocol."""
+
+    limit: str
+    counters: int
+    """The counters, each with `capacity`, of which tokens are held."""
+    held: int
+    """Charged in advance: requests that may still pass, or did pass and are not reported yet."""
+    capacity: int
+    excess: int
+    """Requests beyond the limit that proxies have reported since the server started: those that passed before the
+    first assignment."""
+
+
+class CanarySecond(NamedTuple):
+    """The decisions of one node in one second."""
+
+    second: int
+    """Since 1970, by the reader's clock."""
+    counts: Sequence[int]
+    """In the order of `rollups.OUTCOMES`."""
+    latency: Mapping[int, int]
+    """The number of requests by bucket of their latency."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryNode:
+    """The part of one process in a canary of the policy, and its decisions since it has that part."""
+
+    name: str
+    canary: str
+    role: Literal["candidate", "stable"]
+    error: str | None
+    """The reason why it cannot apply the candidate."""
+    seconds: tuple[CanarySecond, ...]
+    """At most five minutes."""
+
+
+@dataclass(frozen=True, slots=True)
 class FleetStatus:
     """The status of the fleet."""
 
@@ -119,3 +174,6 @@ class FleetStatus:
     hot: tuple[HotKey, ...]
     troubles: tuple[str, ...] = ()
     """Errors in reading the status."""
+    quotas: tuple[QuotaHolding, ...] = ()
+    canary_nodes: tuple[CanaryNode, ...] = ()
+    """The nodes that have learned of a canary of the policy."""

@@ -30,12 +30,10 @@ class RedisStatusStore:
         self._client = BackgroundClient(_factory(where), self._encoder)
 
     def put(self, name: str, document: bytes, *, keep: float) -> None:
-        """Write or replace a document that expires after `keep` seconds; 0 deletes it."""
         collection, rest = split_name(name)
         self._run(collection, "put", rest, document, round(keep * 1000), SWEEP_MS)
 
     def read(self, prefix: str) -> dict[str, StatusDocument]:
-        """All documents whose names begin with a prefix ("beats/")."""
         collection, start = split_name(prefix)
         reply: list[bytes] = self._run(collection, "read")
         found: dict[str, StatusDocument] = {}
@@ -47,7 +45,6 @@ class RedisStatusStore:
         return found
 
     def close(self) -> None:
-        """Close the connections; another call opens them again."""
         self._client.close()
 
     def _run(self, collection: str, *arguments: Any) -> Any:
@@ -64,9 +61,5 @@ def _factory(where: Any) -> Any:
         return connection_factory(where, asynchronous=True)
 
 
-def _script() -> Script:
-    text = files("headgate.telemetry.fleet").joinpath("status.lua").read_bytes()
-    return Script(text, sha1(text, usedforsecurity=False).hexdigest().encode())
-
-
-SCRIPT: Final = _script()
+_TEXT: Final = files("headgate.telemetry.fleet").joinpath("status.lua").read_bytes()
+SCRIPT: Final = Script(_TEXT, sha1(_TEXT, usedforsecurity=False).hexdigest().encode())

@@ -7,31 +7,29 @@ for it.
 from __future__ import annotations
 
 import heapq
-import json
 import logging
 import os
 import secrets
-import socket
 import threading
 import time
 import weakref
 import zlib
 from collections import deque
+from contextlib import suppress
 from random import uniform
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from headgate._fork import reinit_after_fork
+from headgate._node import node_name
 from headgate.errors import InvalidConfiguration, StoreError
-from headgate.telemetry.decision_log.log import DecisionLog
-from headgate.telemetry.fleet.rollups import SECOND_US, MinuteRollup, SecondRollups
+from headgate.telemetry.decision_log.log import DecisionLog, is_number
+from headgate.telemetry.fleet.rollups import SECOND_US, ClientRequests, MinuteRollup, SecondRollups, encode
 from headgate.telemetry.pseudonyms import NodePseudonyms, Pseudonymizer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
-    from headgate.gate.base import GateBase
-    from headgate.gate.event_stream import DecisionEvent
-    from headgate.policy.snapshot import Identities
+    from headgate.gate.event_stream import DecisionEvent, DecisionSource
     from headgate.telemetry.fleet.rollups import Client, Second
     from headgate.telemetry.fleet.status_store import StatusStore
 
@@ -60,7 +58,7 @@ class StatusReporter:
 
     It lives as long as the gate. `secret` hashes clients (default: the gate's own), `node` names this machine (default:
     its host name), and kinds of identity in `show` are reported in plain text. `log` is the decision log to report on
-    (default: the one that observes the gate).
+    (default: the one that observes the gate). `on_report` is called after each report of the background thread.
     """
 
     sample_share = 0.125
@@ -68,7 +66,7 @@ class StatusReporter:
 
     def __init__(
         self,
-        gate: GateBase,
+        gate: DecisionSource,
         store: StatusStore,
         *,
         secret: str | bytes | None = None,
@@ -77,26 +75,47 @@ class StatusReporter:
         show: Collection[str] = ("tenant",),
         log: DecisionLog | None = None,
         every: float | None = 1.0,
+        on_report: Callable[[], None] | None = None,
     ) -> None:
         """`every` is the interval in seconds; with None, only `report` reports."""
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int | float) or not 0 < every <= 5):
+        if every is not None and not (is_number(every) and 0 < every <= 5):
             raise InvalidConfiguration(f"every {every!r}: give the seconds between two reports, above 0 and at most 5")
         attached = next((each for each in gate.observers if isinstance(each, DecisionLog)), None)
         self._log = attached if log is None else log
         self._gate = weakref.ref(gate)
         self._store = store
         self._pseudonyms = NodePseudonyms(Pseudonymizer(secret or gate.identity_secret, show=show))
-        self._machine = socket.gethostname() if node is None else node
+        self._machine = node_name(node)
         self._region = region
         self._every = every
-        self._is_closed = self._is_store_down = self._is_paused = False
-        self._seconds = SecondRollups(gate.now_us())
-        self._stop = threading.Event()
-        self._begin()
+        self._on_report = on_report
+        self._is_closed = False
+        self._begin(gate.now_us())
         reinit_after_fork(self)
         _reporters.add(self)
         gate.add_observer(self)
+
+    def _begin(self, now_us: int) -> None:
+        self._is_store_down = self._is_paused = False
+        self._seconds = SecondRollups(now_us)
+        self._stop = threading.Event()
         weakref.finalize(self, self._stop.set).atexit = False
+        self._reporting = threading.Lock()
+        self._run = f"{self._machine[:100]}:{os.getpid()}:{secrets.token_hex(3)}"
+        """The unique name of this process."""
+        self._history: deque[list[Any]] = deque(maxlen=HISTORY_SECONDS)
+        self._recent: dict[Client, ClientRequests] = {}
+        self._recent_seconds: deque[tuple[int, list[tuple[Client, int, int]]]] = deque()
+        """The seconds whose requests are summed in `_recent`."""
+        self._minute = MinuteRollup()
+        self._unsent: deque[tuple[str, bytes]] = deque(maxlen=MAX_UNSENT_MINUTES)
+        self._reports = 0
+        self._canary: tuple[str, str, int] | None = None
+        """The canary of the policy, the role of this node in it, and the first second that it decided in this role."""
+        self._has_decisions = False
+        if self._every is not None:
+            arguments = weakref.ref(self), self._stop, self._every
+            threading.Thread(target=_report_forever, args=arguments, name="headgate-status", daemon=True).start()
 
     def observe(self, events: Sequence[DecisionEvent]) -> None:
         """Count a batch of decisions."""
@@ -125,16 +144,16 @@ class StatusReporter:
                     self._store.put(name, document, keep=MINUTE_TTL_S)
                     self._unsent.popleft()
                 if self._reports % HISTORY_EVERY == 1:
-                    self._store.put(f"past/{self._run}", self._history_document(now_us), keep=STATUS_TTL_S)
+                    history = encode({"v": 1, "at_us": now_us, "beats": list(self._history)})
+                    self._store.put(f"past/{self._run}", zlib.compress(history, 1), keep=STATUS_TTL_S)
                 self._store.put(f"beats/{self._run}", self._status_document(gate, now_us), keep=STATUS_TTL_S)
+                if self._is_store_down:
+                    logger.warning("node status is written again")
+                self._is_store_down = False
             except StoreError as error:
                 if not self._is_store_down:
                     logger.warning("node status cannot be written: %s", error)
                 self._is_store_down = True
-            else:
-                if self._is_store_down:
-                    logger.warning("node status is written again")
-                self._is_store_down = False
 
     def close(self) -> None:
         """Stop reporting, and remove the node from the status store, which stays open."""
@@ -142,29 +161,20 @@ class StatusReporter:
             return
         self._is_closed = True
         self._stop.set()
-        gate = self._gate()
-        if gate is not None:
+        if (gate := self._gate()) is not None:
             gate.remove_observer(self)
-        try:
+        with suppress(StoreError):  # the documents expire within a minute
             for prefix in ("beats", "past"):
                 self._store.put(f"{prefix}/{self._run}", b"", keep=0)
-        except StoreError:
-            pass  # the documents expire within a minute
 
     def reset_after_fork(self) -> None:
         """Start anew: the counts of the parent are reported by the parent."""
-        gate = self._gate()
-        self._seconds.reset(0 if gate is None else gate.now_us())
-        self._is_store_down = self._is_paused = False
-        self._stop = threading.Event()
-        weakref.finalize(self, self._stop.set).atexit = False
-        if not self._is_closed:
-            self._begin()
+        if (gate := self._gate()) is not None and not self._is_closed:
+            self._begin(gate.now_us())
 
     def pause_if_idle(self) -> None:
         """After a fork, report nothing until the first decision: a parent that only starts workers is not a node."""
-        gate = self._gate()
-        if gate is not None:
+        if (gate := self._gate()) is not None:
             gate.flush_events()
         self._is_paused = not self._has_decisions and not self._seconds.has_decisions
 
@@ -179,6 +189,8 @@ class StatusReporter:
         del gate
         try:
             self.report()
+            if self._on_report is not None:
+                self._on_report()
         except Exception:
             logger.exception("a status report failed; the next one follows in a second")
         return True
@@ -189,22 +201,6 @@ class StatusReporter:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _begin(self) -> None:
-        self._reporting = threading.Lock()
-        self._run = f"{self._machine[:100]}:{os.getpid()}:{secrets.token_hex(3)}"
-        """The unique name of this process."""
-        self._history: deque[list[Any]] = deque(maxlen=HISTORY_SECONDS)
-        self._recent: dict[Client, _RecentRequests] = {}
-        self._recent_seconds: deque[tuple[int, list[tuple[Client, int, int]]]] = deque()
-        """The seconds whose requests are summed in `_recent`."""
-        self._minute = MinuteRollup()
-        self._unsent: deque[tuple[str, bytes]] = deque(maxlen=MAX_UNSENT_MINUTES)
-        self._reports = 0
-        self._has_decisions = False
-        if self._every is not None:
-            arguments = weakref.ref(self), self._stop, self._every
-            threading.Thread(target=_report_forever, args=arguments, name="headgate-status", daemon=True).start()
-
     def _add(self, second: Second) -> None:
         self._has_decisions |= bool(second.clients)
         if not self._minute.add(second):
@@ -212,15 +208,12 @@ class StatusReporter:
             self._minute.add(second)
         latency = [number for bucket, count in enumerate(second.latency) if count for number in (bucket, count)]
         self._history.append([second.number, *second.counts, latency])
-        rows = [
-            (client, requests.allowed, requests.denied)
-            for client, requests in second.clients.items()
-            if requests.allowed or requests.denied
-        ]
+        counts = [(client, requests.allowed, requests.denied) for client, requests in second.clients.items()]
+        rows = [row for row in counts if row[1] or row[2]]
         if len(rows) > MAX_RECENT_PER_SECOND:
             rows = heapq.nlargest(MAX_RECENT_PER_SECOND, rows, key=lambda row: (row[2], row[1]))
         for client, allowed, denied in rows:
-            recent = self._recent.setdefault(client, _RecentRequests())
+            recent = self._recent.setdefault(client, ClientRequests({}))
             recent.allowed += allowed
             recent.denied += denied
             recent.who = second.clients[client].who
@@ -246,15 +239,17 @@ class StatusReporter:
         document = minute.document(self._pseudonyms.of_client, node=self._machine, run=self._run, at_us=now_us)
         self._unsent.append((f"minutes/{self._run}:{minute.number}", document))
 
-    def _history_document(self, now_us: int) -> bytes:
-        return zlib.compress(_encode({"v": 1, "at_us": now_us, "beats": list(self._history)}), 1)
-
-    def _status_document(self, gate: GateBase, now_us: int) -> bytes:
-        self._pseudonyms.use(gate.active_policy.snapshot.policy)
+    def _status_document(self, gate: DecisionSource, now_us: int) -> bytes:
+        self._pseudonyms.use(gate.policy)
         health, log, age = gate.health(), None if self._log is None else self._log.stats, gate.policy_age_s
         now_s = now_us // SECOND_US
         self._forget_recent(now_s - RECENT_SECONDS, now_s + RECENT_SECONDS)
-        return _encode(
+        canary = getattr(gate, "policy_canary", None)  # None of a source of decisions without a policy
+        if canary is None:
+            self._canary = None
+        elif self._canary is None or self._canary[:2] != canary[:2]:
+            self._canary = *canary[:2], now_s + 1  # part of this second was decided by another policy
+        return encode(
             {
                 "v": 1,
                 "node": f"{self._machine}:{os.getpid()}",
@@ -267,11 +262,13 @@ class StatusReporter:
                 "policy": gate.policy_version,
                 "error": gate.policy_error and gate.policy_error[:500],
                 "age": None if age is None else round(age, 1),
+                "canary": None if canary is None or self._canary is None else [*self._canary, canary[2] or ""],
                 "log": None if log is None else [log.waiting, log.lost, log.error and log.error[:200]],
                 "beats": list(self._history)[-REPEATED_SECONDS:],
                 "denied": self._top_denied(),
                 "near": self._nearest(now_us),
                 "hot": self._pseudonyms.hot_counters(gate, TOP),
+                "quotas": [[*each] for each in getattr(gate, "quota_holdings", list)()][:TOP],
             }
         )
 
@@ -285,18 +282,6 @@ class StatusReporter:
             [*self._pseudonyms.of_counter(key)[:3], limit, left, capacity, max(0, now_us - at_us) // 1000]
             for (limit, _), (left, capacity, at_us, key) in marks
         ]
-
-
-class _RecentRequests:
-    __slots__ = ("allowed", "denied", "who")
-
-    def __init__(self) -> None:
-        self.allowed = self.denied = 0
-        self.who: Identities = {}
-
-
-def _encode(document: Any) -> bytes:
-    return json.dumps(document, separators=(",", ":")).encode()
 
 
 def _report_forever(there: weakref.ref[StatusReporter], stop: threading.Event, every: float) -> None:

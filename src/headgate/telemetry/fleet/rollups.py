@@ -1,4 +1,8 @@
-"""Decisions of a gate rolled up by second and by minute, per client, in bounded memory."""
+"""Decisions of a gate rolled up by second and by minute, per client, in bounded memory.
+
+Latency histograms have exponential buckets, compact enough to be sent every second: exact below 8 microseconds; beyond,
+each power of two has four, so that no bucket is wider than a quarter of its lower bound.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,11 @@ import heapq
 import json
 import math
 import threading
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
-from headgate.policy.snapshot import CLIENT_KINDS
-from headgate.telemetry.fleet.latency import BUCKET_TABLE, BUCKETS, bucket_of
+from headgate.policy.snapshot import client_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,21 +24,7 @@ if TYPE_CHECKING:
     from headgate.policy.snapshot import Identities
     from headgate.telemetry.pseudonyms import Pseudonym
 
-__all__ = [
-    "MAX_REPORTED_CLIENTS",
-    "MINUTE_US",
-    "OUTCOMES",
-    "SECOND_US",
-    "BusyClient",
-    "Client",
-    "ClientRequests",
-    "MinuteRollup",
-    "NearLimitMark",
-    "Second",
-    "SecondRollups",
-    "TrafficSketch",
-    "read_minute",
-]
+__all__ = ["OUTCOMES", "BusyClient", "MinuteRollup", "SecondRollups", "TrafficSketch", "quantile", "read_minute"]
 
 OUTCOMES: Final = ("allowed", "denied", "blocked", "unavailable", "degraded")
 """The counts of a second, in their order in documents; degraded requests are counted by their outcome as well."""
@@ -52,6 +42,42 @@ Client: TypeAlias = tuple[str, str]
 """A kind of identity and a value. Never reported, and kept for a minute at most."""
 
 
+EXACT_US: Final = 8
+BUCKETS: Final = EXACT_US + 4 * 21
+
+
+def bucket_of(duration_us: int) -> int:
+    """The bucket of a duration."""
+    if duration_us < EXACT_US:
+        return max(duration_us, 0)
+    doublings = duration_us.bit_length() - 3
+    return min(EXACT_US + 4 * (doublings - 1) + (duration_us >> doublings) - 4, BUCKETS - 1)
+
+
+BUCKET_TABLE: Final = bytes([bucket_of(duration_us) for duration_us in range(16_384)])
+"""The buckets of common durations."""
+
+
+def quantile(counts: Mapping[int, int], share: float) -> int | None:
+    """The latency that a share of the requests did not exceed, interpolated within its bucket; None without any."""
+    rank = share * sum(counts.values())
+    cumulative = 0
+    for bucket in sorted(counts):
+        count = counts[bucket]
+        if cumulative + count >= rank and count:
+            low, width = _lower_bound_us(bucket), _lower_bound_us(bucket + 1) - _lower_bound_us(bucket)
+            return low + round((width - 1) * max(0.0, rank - cumulative) / count)
+        cumulative += count
+    return None
+
+
+def _lower_bound_us(bucket: int) -> int:
+    if bucket < EXACT_US:
+        return bucket
+    doublings, quarter = divmod(bucket - EXACT_US, 4)
+    return (4 + quarter) << (doublings + 1)
+
+
 class NearLimitMark(NamedTuple):
     """A counter with little left."""
 
@@ -61,17 +87,17 @@ class NearLimitMark(NamedTuple):
     key: Key
 
 
+@dataclass(slots=True)
 class ClientRequests:
     """The requests of one client in one second."""
 
-    __slots__ = ("allowed", "denied", "rejected", "samples", "who")
-
-    def __init__(self, who: Identities) -> None:
-        self.allowed = self.denied = self.rejected = 0
-        """`rejected` are those that no limit denied: blocked, or unavailable."""
-        self.who = who
-        self.samples: list[tuple[list[str], str, str]] | None = None
-        """User agents, path and address of sampled requests."""
+    who: Identities
+    allowed: int = 0
+    denied: int = 0
+    rejected: int = 0
+    """Those that no limit denied: blocked, or unavailable."""
+    samples: list[tuple[list[str], str, str]] | None = None
+    """User agents, path and address of sampled requests."""
 
 
 class Second:
@@ -101,9 +127,6 @@ class SecondRollups:
     """Rolls up events by second, until `take` fetches the complete seconds."""
 
     def __init__(self, now_us: int) -> None:
-        self.reset(now_us)
-
-    def reset(self, now_us: int) -> None:
         self._lock = threading.Lock()
         self._second = Second(now_us // SECOND_US)
         self._complete: list[Second] = []
@@ -137,10 +160,9 @@ class SecondRollups:
         received_us, duration_us, _, outcome, (_, keys, _, _, who, _, _, _), decision, _, sample = event
         now_us = received_us + duration_us
         second = self._second_of(now_us)
-        second.latency[
-            BUCKET_TABLE[duration_us] if 0 <= duration_us < len(BUCKET_TABLE) else bucket_of(duration_us)
-        ] += 1
-        kind = next((kind for kind in CLIENT_KINDS if who.get(kind)), "ip") if len(who) > 2 else "ip"
+        is_common = 0 <= duration_us < len(BUCKET_TABLE)
+        second.latency[BUCKET_TABLE[duration_us] if is_common else bucket_of(duration_us)] += 1
+        kind = "ip" if len(who) == 2 and "ip" in who else client_kind(who)
         client = kind, who[kind]
         requests = second.clients.get(client)
         if requests is None:
@@ -158,8 +180,7 @@ class SecondRollups:
             else:
                 second.unavailable += 1
         if sample is not None:
-            if requests.samples is None:
-                requests.samples = []
+            requests.samples = requests.samples or []
             if len(requests.samples) < MAX_SAMPLES:
                 requests.samples.append((*sample, who["address"]))
         if decision is None:
@@ -208,38 +229,32 @@ class TrafficSketch:
     (1, 1, 2)
     """
 
-    __slots__ = ("addresses", "agents", "looked_at", "paths")
+    __slots__ = ("bitmaps", "looked_at")
 
     def __init__(self, looked_at: int = 0, agents: int = 0, addresses: int = 0, paths: int = 0) -> None:
         self.looked_at = looked_at
         """The number of sampled requests."""
-        self.agents, self.addresses, self.paths = agents, addresses, paths
+        self.bitmaps = agents, addresses, paths
 
     @classmethod
     def of(cls, requests: Iterable[tuple[str, str, str]]) -> TrafficSketch:
         """The sketch of some requests, each a user agent, an address and a path."""
         sketch = cls()
         for agent, address, path in requests:
-            sketch.mark(agent, address, path)
+            sketch.add(cls(1, _bit(agent), _bit(address), _bit(path)))
         return sketch
-
-    def mark(self, agent: str, address: str, path: str) -> None:
-        self.looked_at += 1
-        self.agents |= _bit(agent)
-        self.addresses |= _bit(address)
-        self.paths |= _bit(path)
 
     def add(self, other: TrafficSketch) -> None:
         """Merge another sketch into this one."""
         self.looked_at += other.looked_at
-        self.agents |= other.agents
-        self.addresses |= other.addresses
-        self.paths |= other.paths
+        agents, addresses, paths = [one | more for one, more in zip(self.bitmaps, other.bitmaps, strict=True)]
+        self.bitmaps = agents, addresses, paths
 
     @property
     def estimates(self) -> tuple[int, int, int]:
         """The numbers of distinct agents, addresses and paths: mostly exact below 10."""
-        return _estimate(self.agents), _estimate(self.addresses), _estimate(self.paths)
+        agents, addresses, paths = map(_estimate, self.bitmaps)
+        return agents, addresses, paths
 
 
 def _bit(text: str) -> int:
@@ -263,13 +278,17 @@ class BusyClient(NamedTuple):
     """None for clients with few requests."""
 
 
+@dataclass(slots=True)
 class _CountedClient:
-    __slots__ = ("count", "sketch", "who")
+    who: Identities
+    count: int = 0
+    sketch: TrafficSketch = field(default_factory=TrafficSketch)
 
-    def __init__(self, who: Identities) -> None:
-        self.count = 0
-        self.who = who
-        self.sketch: TrafficSketch | None = None
+    def row(self, name: Callable[[Identities], Pseudonym]) -> list[Any]:
+        row: list[Any] = [*name(self.who)[:3], self.count]
+        if self.sketch.looked_at and self.count >= MIN_SKETCHED_REQUESTS:
+            row += [self.sketch.looked_at, *[f"{bitmap:x}" for bitmap in self.sketch.bitmaps]]
+        return row
 
 
 class MinuteRollup:
@@ -296,31 +315,21 @@ class MinuteRollup:
             counted.count += count
             self.total += count
             if requests.samples:
-                counted.sketch = counted.sketch or TrafficSketch()
-                for agents, path, address in requests.samples:
-                    counted.sketch.mark(agents[0] if agents else "", address, path)
+                seen = [(agents[0] if agents else "", address, path) for agents, path, address in requests.samples]
+                counted.sketch.add(TrafficSketch.of(seen))
         if len(self._clients) > MAX_COUNTED_CLIENTS:
-            self._clients = dict(heapq.nlargest(MAX_COUNTED_CLIENTS // 2, self._clients.items(), key=_count_of_item))
+            most = heapq.nlargest(MAX_COUNTED_CLIENTS // 2, self._clients.items(), key=lambda item: item[1].count)
+            self._clients = dict(most)
         return True
 
     def document(self, name: Callable[[Identities], Pseudonym], **fields: Any) -> bytes:
         """The document of the minute, in which `name` gives the pseudonyms of clients."""
         busiest = heapq.nlargest(MAX_REPORTED_CLIENTS, self._clients.values(), key=lambda counted: counted.count)
-        clients = [_row(each, name) for each in busiest]
-        return json.dumps({**fields, "v": 1, "minute": self.number, "clients": clients}, separators=(",", ":")).encode()
+        return encode({**fields, "v": 1, "minute": self.number, "clients": [each.row(name) for each in busiest]})
 
 
-def _count_of_item(item: tuple[Client, _CountedClient]) -> int:
-    return item[1].count
-
-
-def _row(counted: _CountedClient, name: Callable[[Identities], Pseudonym]) -> list[Any]:
-    kind, key, label, _, _ = name(counted.who)
-    row: list[Any] = [kind, key, label, counted.count]
-    if counted.sketch is not None and counted.count >= MIN_SKETCHED_REQUESTS:
-        sketch = counted.sketch
-        row += [sketch.looked_at, f"{sketch.agents:x}", f"{sketch.addresses:x}", f"{sketch.paths:x}"]
-    return row
+def encode(document: Any) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode()
 
 
 def read_minute(document: bytes) -> tuple[Mapping[str, Any], list[BusyClient]]:

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
-from headgate.errors import InvalidConfiguration
+from headgate.errors import InvalidConfiguration, name_missing_extra
 from headgate.keys import escape
 from headgate.stores import REDIS_SCHEMES
 
@@ -95,21 +95,15 @@ def open_status_store(where: Any = "memory://", *, namespace: str = "headgate") 
     if not isinstance(where, str) and isinstance(where, StatusStore):
         return where
     if isinstance(where, str):
-        scheme, separator, rest = where.partition("://")
-        if where == "memory:" or (scheme == "memory" and separator and not rest):
+        if where in ("memory:", "memory://"):
             return _process_store
+        scheme, separator, _ = where.partition("://")
         if scheme not in REDIS_SCHEMES or not separator:
             raise InvalidConfiguration(
                 f"no status store for {scheme!r}: give memory://, or the URL of the Redis that the nodes count in"
             )
-    try:
+    with name_missing_extra("a status store in Redis needs", "redis", "redis", "hiredis"):
         from headgate.telemetry.fleet.redis_status_store import RedisStatusStore
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("redis", "hiredis"):
-            raise
-        raise InvalidConfiguration(
-            f"a status store in Redis needs the package {missing.name!r}: pip install 'headgate[redis]'"
-        ) from None
     return RedisStatusStore(where, namespace=escape(namespace))
 
 

@@ -7,23 +7,24 @@ under "other". See docs/metrics.md.
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from weakref import ref
 
 from headgate._fork import reinit_after_fork
-from headgate.telemetry.metrics.families import FAMILIES, LATENCY_US, Histogram, Sample
-from headgate.telemetry.metrics.gate_state import NONE, GateState
-from headgate.telemetry.metrics.labeled_totals import OTHER, LabeledTotals
+from headgate.telemetry.metrics.families import FAMILIES, LATENCY_US, OTHER, Histogram, LabeledTotals, Sample
 from headgate.telemetry.metrics.limit_stats import WINDOW_US, LimitStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from headgate.gate.base import GateBase
-    from headgate.gate.event_stream import DecisionEvent
-    from headgate.telemetry.metrics.labeled_totals import Labels
+    from headgate.events import Event
+    from headgate.gate.event_stream import DecisionEvent, DecisionSource
+    from headgate.telemetry.metrics.families import Labels
 
 __all__ = ["MAX_LIMITS", "MODES", "Metrics"]
 
@@ -32,6 +33,11 @@ MAX_LIMITS: Final = 200
 INTERVAL_US: Final = 60_000_000
 """The longest time for which tallies, and with them a policy that is no longer in force, are kept in memory."""
 
+Lag: TypeAlias = "Callable[[], float]"
+"""Returns the seconds for which a policy has not been the newest."""
+NONE: Final = "none"
+"""The label of a route without a class, a client without a tier, a policy without a version."""
+EVENT_KINDS: Final = ("store-lost", "store-back", "state-lost", "moved", "settled")
 MODES: Final = {"open": "fail_open", "closed": "fail_closed", "local": "fail_local"}
 REASONS: Final = {"denied": "limit", "blocked": "blocked", "unavailable": "unavailable"}
 
@@ -51,21 +57,20 @@ class Metrics:
 
     def __init__(self) -> None:
         self._gates: list[GateState] = []
-        self._totals = {name: LabeledTotals() for name in ("decisions", "allowed", "blocked", "shadow_blocked")}
-        self._totals["rejections"] = LabeledTotals()
+        names = "decisions", "allowed", "blocked", "shadow_blocked", "rejections"
+        self._totals = {name: LabeledTotals() for name in names}
         self._totals["degraded_mode"] = LabeledTotals(*[(mode,) for mode in MODES.values()])
         self._begin()
         reinit_after_fork(self)
 
-    def watch(self, gate: GateBase, *, lag: Callable[[], float] | None = None) -> bool:
+    def watch(self, gate: DecisionSource, *, lag: Lag | None = None) -> bool:
         """Count the decisions of a gate from now on; False if it is watched already.
 
-        `lag` returns the seconds for which its policy has not been the newest; by default, the time for which the
-        newest policy file has been invalid.
+        `lag` is by default the time for which the newest policy file has been invalid.
         """
         with self._lock:
             for state in self._gates:
-                if state.is_of(gate):
+                if state.gate() is gate:
                     state.lag = lag or state.lag
                     return False
             self._gates.append(GateState(gate, lag))
@@ -87,15 +92,15 @@ class Metrics:
 
     def read(self) -> list[Sample]:
         """All metrics at this moment."""
-        gates = list(self._gates)
-        for state in gates:
-            state.flush_events()
+        states = list(self._gates)
+        gates = [gate for state in states if (gate := state.gate()) is not None]
+        for gate in gates:
+            gate.flush_events()
         with self._lock:
             self._fold()
-            now_us = max([self._now_us, *[state.now_us() for state in gates]])
-            samples = list(self._decision_samples(now_us))
+            samples = list(self._decision_samples(max([self._now_us, *[gate.now_us() for gate in gates]])))
         sums: dict[tuple[str, Labels], float] = {}
-        for state in gates:
+        for state in states:
             for name, labels, value in state.read():
                 total = sums.get((name, labels), 0)
                 sums[name, labels] = max(total, value) if FAMILIES[name].aggregation == "max" else total + value
@@ -129,32 +134,25 @@ class Metrics:
                 groups[route, tier].append(event)
             else:
                 groups[_group_key(event)].append(event)
-            if shadows:
-                self._count_shadows(event)
+            for limit, answer in shadows:
+                if not answer.allowed:
+                    self._totals["shadow_blocked"].add((limit.rule.name, route.route_class or NONE, route.endpoint))
         for key, group in groups.items():
             tally = self._tallies.get(key)
             if tally is None:
-                tally = self._tallies[key] = self._new_tally(group[0])
+                stats = [self._stats_of(rule.rule.name, rule.rule.by) for rule in group[0].resolution.rules]
+                tally = self._tallies[key] = _Tally(group[0], stats)
             tally.count += len(group)
-            if not tally.is_degraded and group[0].decision is not None:
-                tally.record(group)
-
-    def _count_shadows(self, event: DecisionEvent) -> None:
-        route = event.resolution.route
-        for limit, decision in event.shadows:
-            if not decision.allowed:
-                self._totals["shadow_blocked"].add((limit.rule.name, route.route_class or NONE, route.endpoint))
-
-    def _new_tally(self, event: DecisionEvent) -> _Tally:
-        return _Tally(event, [self._stats_of(rule.rule.name, rule.rule.by) for rule in event.resolution.rules])
+            decision = group[0].decision
+            if decision is not None and decision.degraded is None:
+                _record(tally.stats, group)
 
     def _stats_of(self, name: str, by: tuple[str, ...]) -> LimitStats:
         if name not in self._limits and len(self._limits) >= MAX_LIMITS:
             name, by = OTHER, (OTHER,)
-        stats = self._limits.get(name)
-        if stats is None:
-            stats = self._limits[name] = LimitStats(" ".join(by) or NONE)
-        return stats
+        if name not in self._limits:
+            self._limits[name] = LimitStats(" ".join(by) or NONE)
+        return self._limits[name]
 
     def _begin_interval(self, now_us: int) -> None:
         self._fold()
@@ -167,21 +165,22 @@ class Metrics:
             self._window_ends_us = now_us + WINDOW_US
 
     def _fold(self) -> None:
-        """Add the tallies to the labelled totals."""
         tallies, self._tallies = self._tallies, {}
         totals = self._totals
         for tally in tallies.values():
-            route_class, endpoint, count = tally.route.route_class or NONE, tally.route.endpoint, tally.count
-            totals["decisions"].add((tally.outcome, route_class, endpoint, tally.tier), count)
-            if tally.outcome == "allowed":
-                for name in tally.limits:
-                    totals["allowed"].add((name, route_class, endpoint), count)
+            (_, _, _, outcome, (route, _, _, rules, _, tier, _, _), decision, _, _), count = tally.event, tally.count
+            tier, place = tier or NONE, (route.route_class or NONE, route.endpoint)
+            totals["decisions"].add((outcome, *place, tier), count)
+            if outcome == "allowed":
+                for rule in rules:
+                    totals["allowed"].add((rule.rule.name, *place), count)
             else:
-                totals["rejections"].add((tally.tier, REASONS[tally.outcome]), count)
-            for name in tally.denied_by:
-                totals["blocked"].add((name, route_class, endpoint), count)
-            if tally.is_degraded:
-                totals["degraded_mode"].add((MODES[tally.route.on_failure],), count)
+                totals["rejections"].add((tier, REASONS[outcome]), count)
+            if decision is not None:
+                for name in decision.denied_by if outcome == "denied" else ():
+                    totals["blocked"].add((name, *place), count)
+                if decision.degraded is not None:
+                    totals["degraded_mode"].add((MODES[route.on_failure],), count)
 
     def _decision_samples(self, now_us: int) -> Iterator[Sample]:
         bounds = tuple([bound / 1_000_000 for bound in LATENCY_US])
@@ -196,37 +195,113 @@ class Metrics:
             yield Sample(FAMILIES["rate_limiter_keys_at_zero"], (limit,), stats.count_at_zero(now_us))
 
 
+class GateState:
+    """Reads the metrics of one gate's store and policy."""
+
+    def __init__(self, gate: DecisionSource, lag: Lag | None) -> None:
+        self.gate = ref(gate)
+        self.lag = lag
+        self._rejected_since: float | None = None
+        self._events = LabeledTotals(*[(kind,) for kind in EVENT_KINDS])
+        self.reset()
+        gate.add_store_listener(self._on_store_event)
+
+    def reset(self) -> None:
+        """Start at zero, in a forked child: what the parent saw is exported by the parent."""
+        self._events.clear()
+        self._outages = 0
+        self._outage_seconds = self._outage_requests = 0.0
+        """Of outages that are over."""
+        self._counters: dict[tuple[str, Labels], float] = {}
+        """The last values, so that no counter falls when its gate is gone."""
+
+    def read(self) -> Iterator[tuple[str, Labels, float]]:
+        """Names, label values and values of all metrics."""
+        gate = self.gate()
+        read = [] if gate is None else [*self._health(gate), *self._policy(gate), *self._stats(gate)]
+        for suffix, labels, value in read:
+            name = f"rate_limiter_{suffix}"
+            if FAMILIES[name].kind == "counter":
+                self._counters[name, labels] = max(value, self._counters.get((name, labels), 0))
+            else:
+                yield name, labels, value
+        for (name, labels), value in self._counters.items():
+            yield name, labels, value
+
+    def _health(self, gate: DecisionSource) -> Iterator[tuple[str, Labels, float]]:
+        health = gate.health()
+        degraded_for = health.degraded_for or 0.0
+        yield "degraded", (), float(not health.ready)
+        yield "fallback_mode", (), self._outages
+        yield "fallback_seconds", (), self._outage_seconds + degraded_for
+        yield "fallback_current_seconds", (), degraded_for
+        yield "redis_errors", (), self._outage_requests + health.decided_without
+        yield "nodes", (), health.nodes
+        yield "owed_tokens", (), health.owed_tokens
+        for state, is_ready in (("ready", True), ("down", False)):
+            yield "shards", (state,), sum([shard.ready is is_ready for shard in health.shards])
+        for labels, value in self._events.items():
+            yield "store_events", labels, value
+        yield "events_dropped", (), gate.dropped_events
+
+    def _policy(self, gate: DecisionSource) -> Iterator[tuple[str, Labels, float]]:
+        yield "config_info", (gate.policy_version or NONE,), 1
+        if self.lag is not None:
+            yield "config_refresh_lag_seconds", (), self.lag()
+            return
+        if gate.policy_error is None:
+            self._rejected_since = None
+        elif self._rejected_since is None:
+            self._rejected_since = time.monotonic()
+        since = self._rejected_since
+        yield "config_refresh_lag_seconds", (), 0.0 if since is None else time.monotonic() - since
+
+    def _stats(self, gate: DecisionSource) -> Iterator[tuple[str, Labels, float]]:
+        stats = gate.store_stats
+        if not isinstance(stats, dict):
+            yield "memory_keys", (), stats.keys
+            yield "memory_forgiven", (), stats.forgiven
+            return
+        yield "redis_ops", (), stats["calls"]
+        yield "redis_round_trips", (), stats["round_trips"]
+        yield "local_cache_hits", ("remembered",), stats["remembered"]
+        yield "local_cache_hits", ("prepaid",), stats["prepaid"]
+        yield "hot_keys", (), stats["hot_keys"]
+        yield "script_eval_errors", (), stats["script_errors"]
+        yield "hot_keys_detected", (), stats["hot_keys_detected"]
+
+    def _on_store_event(self, event: Event) -> None:
+        self._events.add((event.kind,))
+        if event.kind == "store-lost":
+            self._outages += 1
+        elif event.kind == "store-back":
+            self._outage_seconds += event.details["seconds"]
+            self._outage_requests += event.details["requests"]
+
+
+@dataclass(slots=True)
 class _Tally:
     """The number of decisions with the same labels since the last fold."""
 
-    __slots__ = ("count", "denied_by", "is_degraded", "limits", "outcome", "route", "stats", "tier")
+    event: DecisionEvent
+    """The first of them."""
+    stats: list[LimitStats]
+    """Those of the limits that apply."""
+    count: int = 0
 
-    def __init__(self, event: DecisionEvent, stats: list[LimitStats]) -> None:
-        resolution, decision = event.resolution, event.decision
-        self.count = 0
-        self.route = resolution.route
-        self.tier = resolution.tier or NONE
-        self.limits = tuple([rule.rule.name for rule in resolution.rules])
-        self.outcome = event.outcome
-        self.denied_by = decision.denied_by if decision is not None and event.outcome == "denied" else ()
-        self.is_degraded = decision is not None and decision.degraded is not None
-        self.stats = stats
 
-    def record(self, events: Sequence[DecisionEvent]) -> None:
-        """Record the answers of each limit in its statistics."""
-        keys = zip(*[event[4][1] for event in events], strict=True)
-        verdicts = zip(*[event[5][2] for event in events if event[5] is not None], strict=True)
-        has_one_limit = self.outcome == "allowed" and not self.route.has_overrides
-        for stats, keys_of_limit, verdicts_of_limit in zip(self.stats, keys, verdicts, strict=True):
-            if has_one_limit and stats.record_passed(
-                [key[2] for key in keys_of_limit],
-                [verdict[0] for verdict in verdicts_of_limit],
-                keys_of_limit[0].limit.capacity,
-            ):
+def _record(stats_of_limits: list[LimitStats], events: Sequence[DecisionEvent]) -> None:
+    keys = zip(*[event[4][1] for event in events], strict=True)
+    verdicts = zip(*[event[5][2] for event in events if event[5] is not None], strict=True)
+    has_one_limit = events[0].outcome == "allowed" and not events[0].resolution.route.has_overrides
+    for stats, keys_of_limit, verdicts_of_limit in zip(stats_of_limits, keys, verdicts, strict=True):
+        if has_one_limit:
+            identities, left = [key[2] for key in keys_of_limit], [verdict[0] for verdict in verdicts_of_limit]
+            if stats.record_passed(identities, left, keys_of_limit[0].limit.capacity):
                 continue
-            for event, (limit, _, identity), verdict in zip(events, keys_of_limit, verdicts_of_limit, strict=True):
-                now_us = event.received_us + event.duration_us
-                stats.record(identity, verdict[0] / limit.capacity, verdict[1], now_us)
+        for event, (limit, _, identity), verdict in zip(events, keys_of_limit, verdicts_of_limit, strict=True):
+            now_us = event.received_us + event.duration_us
+            stats.record(identity, verdict[0] / limit.capacity, verdict[1], now_us)
 
 
 def _group_key(event: DecisionEvent) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from headgate._limit_syntax import spell
 from headgate.policy.addresses import canonical
 from headgate.policy.api_keys import PREFIX
 from headgate.policy.snapshot import UNMATCHED
+from headgate.telemetry.decision_log.record import ENVOY_METHODS
 from headgate.telemetry.human_time import clock_in_words, period_in_words, shown, shown_span
 from headgate.telemetry.why.report import peak_width_us
 
@@ -51,22 +52,22 @@ _COUNTED: Final = {
 """Kinds of identity in the words of customers."""
 
 MISSING_RECORDS: Final = "Some records of that time are missing, so there may have been more rejected requests."
+BLOCKED: Final = "403, because access was blocked at that time. If you think this is a mistake, please let us know."
+UNAVAILABLE: Final = "503, because of a temporary problem on our side. You did nothing wrong, and we are sorry."
 _RETRY: Final = "After a response with status 429, wait as long as its Retry-After header says before you try again."
 _MORE: Final = "If you need a higher limit, please let us know."
 
 
 def mail(answer: RejectionReport, *, zone: tzinfo | None) -> list[str]:
     """The paragraphs of a mail to the customer: what was rejected, when, by which limit, and how to avoid it."""
-    about = (
-        f"This is about {_whose(answer)} {period_in_words(answer.span.since, answer.span.until, zone)}. "
-        f"{_summary(answer)}"
-    )
-    if not answer.rejected:
-        return [about, *_nearest(answer, zone)]
+    when = period_in_words(answer.span.since, answer.span.until, zone)
+    rejected = f"{'at least ' if answer.is_cut else ''}{answer.rejected:,}" if answer.rejected else "none"
+    accepted = f", and accepted about {answer.passed:,.0f}" if answer.passed else ""
+    about = f"This is about {_whose(answer)} {when}. We rejected {rejected} of them{accepted}."
     enforced = [each for each in answer.limits if not each.shadow]
     return [
         about,
-        *_blocked_and_unavailable(answer),
+        *(_rejections(answer) if answer.rejected else _nearest(answer, zone)),
         *(_exceeded(each, answer, zone) for each in enforced),
         *_advice(enforced),
         *([MISSING_RECORDS] if answer.lost else []),
@@ -87,53 +88,40 @@ def details(answer: RejectionReport, *, zone: tzinfo | None) -> list[str]:
 
 def plain(answer: RejectionReport) -> dict[str, Any]:
     """The answer for programs; times are UTC."""
-    span = answer.span
     return {
         "asked": answer.asked,
-        "since": _iso(span.since_us),
-        "until": _iso(span.until_us),
-        **{
-            name: getattr(answer, name)
-            for name in (
-                "labels", "rejected", "denied", "blocked", "block_notes", "unavailable", "passed", "degraded",
-                "degraded_by", "nodes", "lost", "is_cut",
-            )
-        },
-        "limits": [
-            {
-                "name": each.denial.limit,
-                "by": each.denial.by,
-                "quota": each.denial.quota,
-                "period_us": each.denial.period_us,
-                "burst": each.denial.burst,
-                "algorithm": each.denial.algorithm,
-                "origin": each.denial.origin or None,
-                "denied": each.count - each.shadow,
-                "would_have_denied": each.shadow,
-                "cost": each.cost,
-                "peak": each.peak,
-                "degraded": each.degraded,
-                "first": _iso(each.first_us),
-                "last": _iso(each.last_us),
-                "worst": {
-                    "at": _iso(each.at_us),
-                    "cost": each.denial.cost,
-                    "remaining": each.denial.remaining,
-                    "over": each.over,
-                    "retry_after_us": each.denial.retry_us,
-                },
-                "routes": dict(each.routes),
-                "override": each.remedy.line,
-                "override_note": each.remedy.note,
-            }
-            for each in answer.limits
-        ],
+        "since": _iso(answer.span.since_us),
+        "until": _iso(answer.span.until_us),
+        **{name: getattr(answer, name) for name in _PLAIN},
+        "limits": [_plain_limit(each, each.denial) for each in answer.limits],
         "rejected_before": _iso(answer.before_us),
         "rejected_after": _iso(answer.after_us),
-    }  # fmt: skip
+    }
 
 
-# ------------------------------------------------------------------ the mail
+_PLAIN: Final = (
+    "labels", "rejected", "denied", "blocked", "block_notes", "unavailable", "passed", "degraded", "degraded_by",
+    "nodes", "lost", "is_cut",
+)  # fmt: skip
+"""The fields of a report that need no conversion."""
+
+
+def _plain_limit(found: LimitDenials, denial: LimitDenial) -> dict[str, Any]:
+    worst = {"at": _iso(found.at_us), "cost": denial.cost, "remaining": denial.remaining, "over": found.over}
+    return {
+        "name": denial.limit,
+        **{name: getattr(denial, name) for name in ("by", "quota", "period_us", "burst", "algorithm")},
+        "origin": denial.origin or None,
+        "denied": found.count - found.shadow,
+        "would_have_denied": found.shadow,
+        **{name: getattr(found, name) for name in ("cost", "peak", "degraded")},
+        "first": _iso(found.first_us),
+        "last": _iso(found.last_us),
+        "worst": {**worst, "retry_after_us": denial.retry_us},
+        "routes": dict(found.routes),
+        "override": found.remedy.line,
+        "override_note": found.remedy.note,
+    }
 
 
 def _whose(answer: RejectionReport) -> str:
@@ -160,119 +148,84 @@ def _sent_by(kind: str, value: str) -> str:
     return f"requests from {'' if kind in ('ip', 'subnet') else f'{_COUNTED.get(kind, kind)} '}{value}"
 
 
-def _summary(answer: RejectionReport) -> str:
-    accepted = f"about {answer.passed:,.0f}" if answer.passed else ""
-    if not answer.rejected:
-        return f"We rejected none of them{f', and accepted {accepted}' if accepted else ''}."
-    least = "at least " if answer.is_cut else ""
-    return f"We rejected {least}{answer.rejected:,} of them{f', and accepted {accepted}' if accepted else ''}."
-
-
 def _nearest(answer: RejectionReport, zone: tzinfo | None) -> Iterator[str]:
-    for at_us, which in ((answer.before_us, "last rejected request before"), (answer.after_us, "next one after")):
-        if at_us is not None:
-            which = which.replace("one", "rejected request") if answer.before_us is None else which
-            yield f"The {which} that was at {shown(_moment(at_us), zone)}."
-    if answer.lost:
-        yield MISSING_RECORDS
+    if answer.before_us is not None:
+        yield f"The last rejected request before that was at {shown(_moment(answer.before_us), zone)}."
+    if answer.after_us is not None:
+        which = "rejected request" if answer.before_us is None else "one"
+        yield f"The next {which} after that was at {shown(_moment(answer.after_us), zone)}."
 
 
-def _blocked_and_unavailable(answer: RejectionReport) -> Iterator[str]:
-    if answer.blocked:
-        yield (
-            f"{_number_of(answer.blocked, answer.rejected)} rejected with status 403, because access was blocked at "
-            "that time. If you think this is a mistake, please let us know."
-        )
-    if answer.unavailable:
-        yield (
-            f"{_number_of(answer.unavailable, answer.rejected)} rejected with status 503, because of a temporary "
-            "problem on our side. You did nothing wrong, and we are sorry."
-        )
+def _rejections(answer: RejectionReport) -> Iterator[str]:
+    """The paragraphs on rejections that are not by a limit."""
+    for count, reason in ((answer.blocked, BLOCKED), (answer.unavailable, UNAVAILABLE)):
+        if count:
+            yield f"{_share(count, answer.rejected)} {_were(count)} rejected with status {reason}"
 
 
 def _exceeded(found: LimitDenials, answer: RejectionReport, zone: tzinfo | None) -> str:
-    """The paragraph on one limit."""
     denial = found.denial
-    if found.count == answer.rejected:
-        which = "The request" if found.count == 1 else "Both" if found.count == 2 else f"All {found.count:,}"
-    else:
-        which = "One of them" if found.count == 1 else f"{found.count:,} of them"
 
     def clock(at_us: int) -> str:
         return clock_in_words(_moment(at_us), zone, within=answer.span)
 
     first, last, worst = clock(found.first_us), clock(found.last_us), clock(found.at_us)
     when = "" if first == last else f", between {first} and {last}"
-    sentences = [f"{which}{_places(found)} exceeded the limit of {_limit_in_words(found)}{when}."]
+    which = f"{_share(found.count, answer.rejected)}{_places(found)}"
+    sentences = [f"{which} exceeded the limit of {_limit_in_words(found)}{when}."]
     request = f"At {worst} {'the' if found.count == 1 else 'a'} request"
-    needed = f"{request} needed {_tokens(denial.cost)} and {_left(denial.remaining)}"
+    left = denial.remaining
+    needed = f"{request} needed {_number(denial.cost, 'token')} and {f'{left:,}' if left else 'none'} "
+    needed += "was left" if left == 1 else "were left"
     if denial.algorithm == "concurrency":
-        others = denial.quota - denial.remaining
-        sentences.append(
-            f"{request} arrived while {others:,} {'other was' if others == 1 else 'others were'} in progress."
-        )
+        others = denial.quota - left
+        sentences.append(f"{request} arrived while {_number(others, 'other')} {_were(others)} in progress.")
     elif denial.retry_us is None:
         sentences.append(f"{needed}; the limit never allows so many at once, so it could not succeed.")
     else:
         sentences.append(f"{needed}; it would have succeeded {_seconds(denial.retry_us)} later.")
     if found.count > 1 and denial.algorithm != "concurrency":
-        sentences.append(_excess(found))
+        peak, needs = found.peak, "requests needed" if _uses_tokens(found) else f"there {_were(found.peak)}"
+        extra = f"{needs} {_number(peak, 'token' if _uses_tokens(found) else 'request')}"
+        sentences.append(f"At the busiest time, {extra} more than the limit allows {_within(denial)}.")
     if found.degraded:
-        which = _number_of(found.degraded, found.count)
+        which = f"{_share(found.degraded, found.count)} {_were(found.degraded)}"
         sentences.append(f"{which} rejected during a temporary problem on our side, by a stricter limit than usual.")
     return " ".join(sentences)
 
 
-def _excess(found: LimitDenials) -> str:
-    within = _within(found.denial)
-    if _uses_tokens(found):
-        return f"At the busiest time, requests needed {_tokens(found.peak)} more than the limit allows {within}."
-    return (
-        f"At the busiest time, there {_were(found.peak)} {_requests(found.peak)} more than the limit allows {within}."
-    )
-
-
-def _advice(limits: Sequence[LimitDenials]) -> Iterator[str]:
-    """Advice on avoiding the rejections."""
+def _advice(limits: Sequence[LimitDenials]) -> list[str]:
     own = [each for each in limits if each.degraded < each.count]
     if not own:
-        if limits:
-            yield "You do not have to change anything."
-        return
-    sentences: list[str] = []
+        return ["You do not have to change anything."] if limits else []
     if any(each.denial.retry_us is None for each in own):
-        sentences.append("To avoid this, split requests that need more than the limit allows into smaller ones.")
+        avoid = "To avoid this, split requests that need more than the limit allows into smaller ones."
     elif all(each.denial.by in SHARED for each in own):
-        sentences.append("All clients share this limit, so it can be exceeded through no fault of your own.")
-    elif len(own) == 1:
-        sentences.append(f"To avoid this, {_keep_to(own[0])}.")
+        avoid = "All clients share this limit, so it can be exceeded through no fault of your own."
     else:
-        sentences.append("To avoid this, keep to these limits.")
-    yield " ".join([*sentences, _RETRY, _MORE])
+        avoid = f"To avoid this, {_keep_to(own[0]) if len(own) == 1 else 'keep to these limits'}."
+    return [f"{avoid} {_RETRY} {_MORE}"]
 
 
 def _keep_to(found: LimitDenials) -> str:
-    denial = found.denial
-    cost = denial.cost if _is_uniform(found) else None
+    denial, quota = found.denial, found.denial.quota
     if denial.algorithm == "concurrency":
-        return f"wait for responses before you send more: keep at most {_requests(denial.quota)} open at the same time"
-    if cost is not None and 1 <= cost <= denial.quota:
-        such = "" if cost == 1 else " of these"
-        many = denial.quota // cost
-        most = f"{many:,}{such} {'request' if many == 1 else 'requests'} {_per(denial)}"
-        at_once = denial.burst // cost
-    else:
-        most, at_once = "requests for " + f"{_tokens(denial.quota)} {_per(denial)}", 0
-    burst = f", and no more than {at_once:,} at once" if denial.burst != denial.quota and at_once else ""
-    return f"send no more than {most}{burst}"
+        most = _number(quota, "request")
+        return f"wait for responses before you send more: keep at most {most} open at the same time"
+    if not _is_uniform(found) or not 1 <= denial.cost <= quota:
+        return f"send no more than requests for {_number(quota, 'token')} {_per(denial)}"
+    most = _number(quota // denial.cost, "request" if denial.cost == 1 else "of these request")
+    at_once = denial.burst // denial.cost
+    burst = f", and no more than {at_once:,} at once" if denial.burst != quota and at_once else ""
+    return f"send no more than {most} {_per(denial)}{burst}"
 
 
 def _limit_in_words(found: LimitDenials) -> str:
     """ "60 requests per minute for each API key"."""
     denial = found.denial
     if denial.algorithm == "concurrency":
-        return f"{_requests(denial.quota)} at the same time{_counted_by(denial.by)}"
-    number = _tokens(denial.quota) if _uses_tokens(found) else _requests(denial.quota)
+        return f"{_number(denial.quota, 'request')} at the same time{_counted_by(denial.by)}"
+    number = _number(denial.quota, "token" if _uses_tokens(found) else "request")
     burst = f" (at most {denial.burst:,} at once)" if denial.burst != denial.quota else ""
     return f"{number} {_per(denial)}{burst}{_counted_by(denial.by)}"
 
@@ -285,23 +238,23 @@ def _counted_by(by: str) -> str:
 
 
 def _places(found: LimitDenials) -> str:
-    named = [route for route, _ in found.routes if not route.endswith(f" {UNMATCHED}")]
-    others = ["other paths"] if named and len(named) < len(found.routes) else []
+    routes = [route for route, _ in found.routes if route.partition(" ")[0] not in ENVOY_METHODS]
+    named = [route for route in routes if not route.endswith(f" {UNMATCHED}")]
+    others = ["other paths"] if named and len(named) < len(routes) else []
     return f" ({_listed([*named, *others])})" if named else ""
 
 
 def _is_uniform(found: LimitDenials) -> bool:
-    """True if all of the requests have cost the same."""
     return found.cost == found.count * found.denial.cost
 
 
 def _uses_tokens(found: LimitDenials) -> bool:
     """True if requests cost more or less than one, so that the limit cannot be told in requests."""
-    return not (_is_uniform(found) and found.denial.cost == 1)
+    return found.denial.cost != 1 or not _is_uniform(found)
 
 
 def _per(denial: LimitDenial) -> str:
-    return f"per {spell(timedelta(microseconds=denial.period_us))}"
+    return f"per {spell(denial.allows.period)}"
 
 
 def _within(denial: LimitDenial) -> str:
@@ -310,32 +263,20 @@ def _within(denial: LimitDenial) -> str:
     return f"in {period}" if period[0].isdigit() else f"in one {period}"
 
 
-def _tokens(count: int) -> str:
-    return "1 token" if count == 1 else f"{count:,} tokens"
-
-
-def _left(count: int) -> str:
-    return "none were left" if count == 0 else "1 was left" if count == 1 else f"{count:,} were left"
-
-
-def _number_of(count: int, of: int) -> str:
+def _share(count: int, of: int) -> str:
     if count == of:
-        return "The request was" if count == 1 else "Both were" if count == 2 else f"All {count:,} were"
-    return "One of them was" if count == 1 else f"{count:,} of them were"
-
-
-# ------------------------------------------------------------------ the details
+        return "The request" if count == 1 else "Both" if count == 2 else f"All {count:,}"
+    return "One of them" if count == 1 else f"{count:,} of them"
 
 
 def _limit_details(found: LimitDenials, zone: tzinfo | None) -> str:
     denial = found.denial
     source = {"override": ", from an override", "tier": ", from the tier"}.get(denial.origin, "")
     mode = ", shadow mode: not enforced" if found.shadow else ""
-    denied = f"would have denied {_requests(found.count)}" if found.shadow else f"denied {_requests(found.count)}"
-    if shown(_moment(found.first_us), zone) == shown(_moment(found.last_us), zone):
-        when = f"at {shown(_moment(found.first_us), zone)}"
-    else:
-        when = f"between {shown_span(_moment(found.first_us), _moment(found.last_us), zone=zone)}"
+    denied = f"{'would have denied' if found.shadow else 'denied'} {_number(found.count, 'request')}"
+    first, last = _moment(found.first_us), _moment(found.last_us)
+    is_one = shown(first, zone) == shown(last, zone)
+    when = f"at {shown(first, zone)}" if is_one else f"between {shown_span(first, last, zone=zone)}"
     where = _listed([f"{route} ({count})" for route, count in found.routes])
     retry = "it can never pass" if denial.retry_us is None else f"passes after {_seconds(denial.retry_us)}"
     sentences = [
@@ -344,24 +285,20 @@ def _limit_details(found: LimitDenials, zone: tzinfo | None) -> str:
     ]
     if found.count > 1:
         sentences.append(f"Peak demand over the limit: {found.peak:,} {_within(denial)}.")
-    return " ".join([*sentences, *([] if found.shadow else _remedy(found))])
-
-
-def _remedy(found: LimitDenials) -> Iterator[str]:
-    remedy = found.remedy
-    if remedy.line is not None:
-        note = f" ({remedy.note})" if remedy.note else ""
-        yield f"With this entry under overrides: in the policy, all of them would have passed{note}:\n  - {remedy.line}"
-    elif remedy.limit is not None:
-        yield f"With {remedy.limit}, all of them would have passed, but {remedy.note}."
+    limit, line, note = found.remedy
+    if not found.shadow and line is not None:
+        note = f" ({note})" if note else ""
+        entry = f"With this entry under overrides: in the policy, all of them would have passed{note}:\n  - {line}"
+        sentences.append(entry)
+    elif not found.shadow and limit is not None:
+        sentences.append(f"With {limit}, all of them would have passed, but {note}.")
+    return " ".join(sentences)
 
 
 def _reliability(answer: RejectionReport) -> Iterator[str]:
     if answer.degraded:
-        yield (
-            f"{answer.degraded:,} of the rejections {_were(answer.degraded)} decided without the store: "
-            f"{'; '.join(answer.degraded_by)}."
-        )
+        which = f"{answer.degraded:,} of the rejections {_were(answer.degraded)}"
+        yield f"{which} decided without the store: {'; '.join(answer.degraded_by)}."
     elif answer.denied:
         yield "These figures are exact: the store made all of the decisions."
     if not answer.rejected and not answer.passed:
@@ -371,13 +308,7 @@ def _reliability(answer: RejectionReport) -> Iterator[str]:
     if answer.is_cut:
         yield "There are more records than are read at once: ask for a shorter time."
     if answer.lost:
-        yield (
-            f"{answer.lost:,} {'decision' if answer.lost == 1 else 'decisions'} of all clients in that time could not "
-            "be logged."
-        )
-
-
-# ------------------------------------------------------------------ words
+        yield f"{_number(answer.lost, 'decision')} of all clients in that time could not be logged."
 
 
 def _listed(words: Any) -> str:
@@ -385,8 +316,8 @@ def _listed(words: Any) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _requests(count: int) -> str:
-    return "1 request" if count == 1 else f"{count:,} requests"
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _were(count: int) -> str:

@@ -136,6 +136,7 @@ def why(
     losses = reader.find((LOST,), since_us=since_us - LONGEST_LOSS_US, until_us=until_us, most=most)
     before_us, after_us = (None, None) if rejections else reader.nearest(asked.keys, at_us=since_us)
     counts = Counter(record.outcome for record in rejections)
+    splits = {} if policy is None else {rule.name: rule.split for rule in policy.rules}
     return RejectionReport(
         asked=asked.shown,
         span=span,
@@ -148,9 +149,7 @@ def why(
         passed=sum(record.weight for record in records if record.outcome == "allowed"),
         degraded=sum(bool(record.degraded) for record in rejections),
         degraded_by=tuple(dict.fromkeys(record.degraded for record in rejections if record.degraded)),
-        limits=tuple(
-            _limits(records, asked, {} if policy is None else {rule.name: rule.split for rule in policy.rules})
-        ),
+        limits=tuple(_limits(records, asked, splits)),
         nodes=tuple(sorted({record.node for record in rejections})),
         lost=round(sum(each.weight for each in losses if each.at_us + each.period_us >= since_us)),
         is_cut=is_cut,
@@ -169,6 +168,7 @@ def _limits(records: Sequence[DecisionRecord], asked: ClientQuery, splits: Mappi
         worst_record, worst = max(found, key=lambda each: each[1].cost - each[1].remaining)
         peak = _peak([(record.at_us, denial.cost) for record, denial in found], worst)
         routes = Counter(f"{record.method} {record.route}" for record, _ in found)
+        split, rejected = splits.get(worst.limit, 1), [record for record, _ in found]
         yield LimitDenials(
             denial=worst,
             at_us=worst_record.at_us,
@@ -180,18 +180,11 @@ def _limits(records: Sequence[DecisionRecord], asked: ClientQuery, splits: Mappi
             shadow=sum(record.shadow for record, _ in found),
             peak=peak,
             routes=tuple(routes.most_common(3)),
-            remedy=remedy(
-                worst,
-                peak,
-                [record for record, _ in found],
-                asked.identities,
-                split=splits.get(worst.limit, 1),
-            ),
+            remedy=remedy(worst, peak, rejected, asked.identities, split=split),
         )
 
 
 def _peak(costs: Sequence[tuple[int, int]], denial: LimitDenial) -> int:
-    """The largest cost that was denied within `peak_width_us`."""
     width_us = peak_width_us(denial)
     window: deque[tuple[int, int]] = deque()
     total = peak = 0

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headgate._limit_syntax import spell
-from headgate.algorithms import ALGORITHMS
 from headgate.errors import InvalidLimit
-from headgate.limits import Limit
+from headgate.limits import DEFAULT_ALGORITHM, Limit
 from headgate.policy.api_keys import PREFIX
 from headgate.policy.model import NET_SUFFIX
 from headgate.policy.snapshot import CLIENT_KINDS
+from headgate.telemetry.decision_log.record import ENVOY_METHODS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ __all__ = ["SuggestedOverride", "remedy"]
 
 EXACT_DIGITS: Final = 2
 """Significant digits of suggested numbers."""
+ENVOY_FILES: Final = "its number is in the configuration files of Envoy: raise it there, or for one value in overrides"
 AWAY: Final = "while the store is available: without it, a node has only a share of the limit"
 
 
@@ -43,7 +43,7 @@ def remedy(
     records: Sequence[DecisionRecord],
     identities: Mapping[str, tuple[str, str]],
     *,
-    split: int = 1,
+    split: int,
 ) -> SuggestedOverride:
     """Suggest a limit that admits all of the records, of which at most `peak` were denied in one period.
 
@@ -56,6 +56,8 @@ def remedy(
     if denial.limit.endswith(NET_SUFFIX):
         unknown = "the limit counts unknown API keys by address; list the key under clients, or add a limit by ip"
         return SuggestedOverride(limit, None, unknown)
+    if records[0].method in ENVOY_METHODS:
+        return SuggestedOverride(limit, None, ENVOY_FILES)
     by = denial.by.split("+")
     kinds = CLIENT_KINDS if "client" in by else tuple(each for each in by if each not in ("global", "endpoint"))
     found = _identity(kinds, records, identities)
@@ -73,14 +75,13 @@ def remedy(
 
 
 def _sum(denial: LimitDenial, peak: int, split: int) -> Limit | None:
-    """The limit of the denial, increased by `peak`."""
-    shapes_burst = ALGORITHMS[denial.algorithm].SHAPES_BURST
-    period = timedelta(microseconds=denial.period_us)
+    limit = denial.allows
+    shapes_burst = limit.implementation.SHAPES_BURST
     for rounded in (_rounded, int):
         quota = _multiple(rounded(denial.quota + peak), split)
         burst = _multiple(rounded(denial.burst + peak), split) if shapes_burst else None
         try:
-            return Limit(quota, period, burst=burst, algorithm=denial.algorithm, name=denial.limit)
+            return Limit(quota, limit.period, burst=burst, algorithm=limit.algorithm, name=denial.limit)
         except InvalidLimit:
             continue
     return None
@@ -90,24 +91,21 @@ def _identity(
     kinds: Sequence[str], records: Sequence[DecisionRecord], identities: Mapping[str, tuple[str, str]]
 ) -> tuple[str, str, str | None] | None:
     """The client of the override: of one of these kinds, the sender of all requests, and known by name."""
-    common = set.intersection(*[set(zip(record.kinds, record.clients, strict=True)) for record in records])
-    for kind, key in sorted(common):
+    keyed = [[*zip(record.kinds, record.clients, strict=True)] for record in records]
+    for kind, key in sorted(set.intersection(*map(set, keyed))):
         if kind in kinds and (key in identities or kind == "api_key") and key.startswith(PREFIX):
             return kind, identities.get(key, (kind, key))[1], None
     for kind in kinds:
-        keys = [
-            key for record in records for each, key in zip(record.kinds, record.clients, strict=True) if each == kind
-        ]
+        keys = {key for pairs in keyed for each, key in pairs if each == kind}
         if keys:
-            several = f", once for each of the {len(set(keys))} that were rejected" if len(set(keys)) > 1 else ""
+            several = f", once for each of the {len(keys)} that were rejected" if len(keys) > 1 else ""
             return kind, "...", f"insert the {kind}, of which the log has only a keyed hash{several}"
     return None
 
 
 def _bucket(limit: Limit) -> str:
-    """The limit in the policy's syntax."""
     burst = f", burst {limit.burst}" if limit.burst != limit.quota else ""
-    algorithm = f", {limit.algorithm}" if limit.algorithm != "token_bucket" else ""
+    algorithm = f", {limit.algorithm}" if limit.algorithm != DEFAULT_ALGORITHM and limit.calendar is None else ""
     return f"{limit.quota}/{spell(limit.period)}{burst}{algorithm}"
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote
 
 from confluent_kafka import Producer
 
-from headgate._fork import reinit_after_fork
+from headgate.telemetry.decision_log.sinks import ConnectedSink
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from urllib.parse import SplitResult
 
     from headgate.telemetry.decision_log.record import DecisionRecord
 
-__all__ = ["KafkaSink"]
+__all__ = ["KafkaSink", "open_sink"]
 
 TIMEOUT_S: Final = 10.0
 """The time for brokers to confirm a message."""
@@ -32,19 +34,24 @@ DEFAULTS: Final[Mapping[str, Any]] = {
 """Default settings of librdkafka, which a URL can override."""
 
 
-class KafkaSink:
+def open_sink(parts: SplitResult, settings: dict[str, str]) -> KafkaSink:
+    topic = unquote(parts.path.removeprefix("/"))
+    if not parts.netloc or not topic:
+        raise ValueError("write kafka://host:9092/topic")
+    return KafkaSink(parts.netloc, topic, settings=settings)
+
+
+class KafkaSink(ConnectedSink):
     """Writes to a topic, and waits until the brokers have confirmed the batch."""
 
     def __init__(self, brokers: str, topic: str, *, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
         self._topic = topic
         self._settings = {**DEFAULTS, **(settings or {}), "bootstrap.servers": brokers}
-        self._producer: Producer | None = None
-        reinit_after_fork(self)
 
     def write(self, batch: Sequence[DecisionRecord]) -> None:
-        if self._producer is None:
-            self._producer = Producer(self._settings)
-        producer, unsent, failed = self._producer, len(batch), []
+        producer = self._connection = self._connection or Producer(self._settings)
+        unsent, failed = len(batch), []
 
         def delivered(error: Any, message: Any) -> None:
             nonlocal unsent
@@ -66,16 +73,6 @@ class KafkaSink:
             raise ConnectionError(f"Kafka did not accept {len(failed) or unsent} of {len(batch)} records: {reason}")
 
     def close(self) -> None:
-        if self._producer is not None:
-            self._producer.flush(TIMEOUT_S)
-            self._producer = None
-
-    def reset_after_fork(self) -> None:
-        """Drop the parent's producer, whose threads do not exist here, without closing it."""
-        if self._producer is not None:
-            _inherited.append(self._producer)
-            self._producer = None
-
-
-_inherited: list[Any] = []
-"""Producers of parents, kept alive so that they are never closed."""
+        if self._connection is not None:
+            self._connection.flush(TIMEOUT_S)
+            self._connection = None

@@ -12,16 +12,16 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from headgate._fork import reinit_after_fork
 from headgate._sqlite import FileId, close_stale, create_file, file_id, set_journal_mode
 from headgate.errors import InvalidConfiguration
 from headgate.telemetry.decision_log.record import REJECTIONS, DecisionRecord, id_prefix
-from headgate.telemetry.decision_log.sinks import MAX_SCANNED, REJECTED, Count, InvalidLog, MissingLog
+from headgate.telemetry.decision_log.sinks import REJECTED, ConnectedSink, Count, InvalidLog, MissingLog, parse_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from urllib.parse import SplitResult
 
-__all__ = ["SqliteReader", "SqliteSink"]
+__all__ = ["SqliteReader", "SqliteSink", "open_reader", "open_sink"]
 
 logger = logging.getLogger("headgate")
 
@@ -33,6 +33,8 @@ ROWS_PER_INSERT: Final = 1000
 CLEANUP_INTERVAL_S: Final = 30.0
 LOCK_TIMEOUT_S: Final = 5.0
 ROWS_PER_DELETE: Final = 5000
+MAX_SCANNED: Final = 100_000
+"""Records that are scanned for those of one outcome."""
 AFTER_ALL: Final = "g"
 """Sorts after all ids, which are hexadecimal."""
 PAGES_PER_VACUUM: Final = 4000
@@ -59,6 +61,9 @@ TABLES: Final = (
 )
 """The second table is the index by client and time."""
 
+SIZE: Final = """
+    SELECT (page_count - freelist_count) * page_size FROM pragma_page_count, pragma_freelist_count, pragma_page_size
+"""
 ROW: Final = f"({', '.join('?' * len(DecisionRecord._fields))})"
 INDEX: Final = """
     INSERT OR IGNORE INTO decisions_of
@@ -69,7 +74,16 @@ INDEX: Final = """
 """Sorted, so that each page of the index, which is most of the cost of a record, is visited once."""
 
 
-class SqliteSink:
+def open_sink(parts: SplitResult, settings: dict[str, str]) -> SqliteSink:
+    path, numbers = parse_file(parts, settings, "days", "size_mb")
+    return SqliteSink(path, **numbers)
+
+
+def open_reader(parts: SplitResult, settings: dict[str, str]) -> SqliteReader:
+    return SqliteReader(parse_file(parts, settings, "days", "size_mb")[0])
+
+
+class SqliteSink(ConnectedSink):
     """Writes to a file, which keeps records for `days`, and about `size_mb` megabytes at most.
 
     A file that is deleted, moved away or replaced while it is in use is created again, with mode 0600.
@@ -80,14 +94,13 @@ class SqliteSink:
     """The larger a batch, the fewer pages of the index are written per record."""
 
     def __init__(self, path: str | os.PathLike[str], *, days: float = 30, size_mb: float = 1024) -> None:
+        super().__init__()
         self._path = os.path.abspath(path)  # the process may change its directory before the file is opened again
         self._max_age_us = int(days * DAY_US)
         self._max_bytes = int(size_mb * 1_000_000)
-        self._connection: sqlite3.Connection | None = None
         self._file: FileId | None = None
         """Identity of the file that the connection has open."""
         self._next_cleanup = 0.0
-        reinit_after_fork(self)
 
     def write(self, batch: Sequence[DecisionRecord]) -> None:
         connection = self._connected()
@@ -109,44 +122,30 @@ class SqliteSink:
         now_us = min(int(newest[:14], 16), time.time_ns() // 1000)
         while self._forget_some(connection, id_prefix(now_us - self._max_age_us)):
             pass
-        while self._size(connection) > self._max_bytes and self._forget_some(connection, newest):
+        while connection.execute(SIZE).fetchone()[0] > self._max_bytes and self._forget_some(connection, newest):
             pass
         # As a script, which runs the pragma to its end: execute() would free one page.
         connection.executescript(f"PRAGMA incremental_vacuum({PAGES_PER_VACUUM})")
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
-        if connection is None:
-            return
-        if self._is_stale():
+        if connection is not None and self._is_stale():
             close_stale(connection, self._path)
-        else:
+        elif connection is not None:
             connection.close()
 
-    def reset_after_fork(self) -> None:
-        """A connection is of the process that opened it: here it is neither used nor closed."""
-        if self._connection is not None:
-            _inherited.append(self._connection)
-            self._connection = None
-
     def _forget_some(self, connection: sqlite3.Connection, before: str) -> bool:
-        """Forget some of what is older than an id: not all, for others want to write, too. Whether there was any."""
-        older = "SELECT id FROM decisions WHERE id < ? ORDER BY id"
-        if connection.execute(f"{older} LIMIT 1", (before,)).fetchone() is None:
+        """Delete some records before an id, not all, as others want to write, too; False if there are none."""
+        older = f"SELECT id FROM decisions WHERE id < ? ORDER BY id LIMIT {ROWS_PER_DELETE + 1}"
+        ids = connection.execute(older, (before,)).fetchall()
+        if not ids:
             return False
-        bound = connection.execute(f"{older} LIMIT 1 OFFSET {ROWS_PER_DELETE}", (before,)).fetchone()
-        end = before if bound is None else bound[0]
+        end = ids[-1][0] if len(ids) > ROWS_PER_DELETE else before
         keys = "SELECT DISTINCT value FROM decisions, json_each(decisions.clients) WHERE decisions.id < ?"
         with _transaction(connection):
             connection.execute(f"DELETE FROM decisions_of WHERE client IN ({keys}) AND id < ?", (end, end))
             connection.execute("DELETE FROM decisions WHERE id < ?", (end,))
         return True
-
-    def _size(self, connection: sqlite3.Connection) -> int:
-        pages, free, size = (
-            connection.execute(f"PRAGMA {what}").fetchone()[0] for what in ("page_count", "freelist_count", "page_size")
-        )
-        return int((pages - free) * size)
 
     def _is_stale(self) -> bool:
         """True if the file was deleted or replaced since it was opened: what is written to it then is lost."""
@@ -168,7 +167,8 @@ class SqliteSink:
             except BaseException:
                 self.close()
                 raise
-        return self._connection
+        connection: sqlite3.Connection = self._connection
+        return connection
 
 
 class SqliteReader:
@@ -179,12 +179,11 @@ class SqliteReader:
         if not os.path.isfile(path):
             raise MissingLog(f"there is no decision log at {path}")
         self._connection = sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True, timeout=LOCK_TIMEOUT_S)
+        version, problem = None, "it has no decisions, or those of another version of Headgate"
         try:
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.DatabaseError as error:
-            version, problem = None, str(error)
-        else:
-            problem = "it has no decisions, or those of another version of Headgate"
+            problem = str(error)
         if version != VERSION:
             self._connection.close()
             raise InvalidLog(f"{path} is not a decision log: {problem}")
@@ -199,22 +198,15 @@ class SqliteReader:
     def nearest(self, keys: Sequence[str], *, at_us: int) -> tuple[int | None, int | None]:
         marks = ", ".join("?" * len(REJECTIONS))
         query = f"SELECT at_us FROM decisions WHERE id IN ({_ids_of(keys)}) AND outcome IN ({marks}) ORDER BY id"
-        ends = ((id_prefix(0), id_prefix(at_us), "DESC"), (id_prefix(at_us), "g", "ASC"))
-        found = [
+        ends = ((id_prefix(0), id_prefix(at_us), "DESC"), (id_prefix(at_us), AFTER_ALL, "ASC"))
+        before, after = [
             self._connection.execute(f"{query} {order} LIMIT 1", (*keys, since, until, *REJECTIONS)).fetchone()
             for since, until, order in ends
         ]
-        before, after = (row and int(row[0]) for row in found)
-        return before, after
+        return before and before[0], after and after[0]
 
     def recent(
-        self,
-        keys: Sequence[str] = (),
-        *,
-        after: str = "",
-        before: str = "",
-        outcome: str | None = None,
-        most: int = 100,
+        self, keys: Sequence[str] = (), *, after: str = "", before: str = "", outcome: str | None = None, most: int
     ) -> list[DecisionRecord]:
         order = "ASC" if after else "DESC"
         wanted = () if outcome is None else REJECTIONS if outcome == REJECTED else (outcome,)
@@ -244,10 +236,6 @@ class SqliteReader:
 
     def close(self) -> None:
         self._connection.close()
-
-
-_inherited: list[Any] = []
-"""Connections of parents, kept alive so that they are never closed."""
 
 
 def _prepare(connection: sqlite3.Connection, path: str) -> None:

@@ -1,10 +1,13 @@
-"""The decision log as JSON lines, in files that are rotated by size."""
+"""The decision log as text: JSON lines in files that are rotated by size, or messages of Python's logging."""
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from headgate.telemetry.decision_log.sinks import check_known, parse_file
 
 try:
     import fcntl
@@ -13,10 +16,20 @@ except ImportError:  # without file locks, only one process may write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from urllib.parse import SplitResult
 
     from headgate.telemetry.decision_log.record import DecisionRecord
+    from headgate.telemetry.decision_log.sinks import Sink
 
-__all__ = ["JsonLinesSink"]
+__all__ = ["JsonLinesSink", "LoggingSink", "open_sink"]
+
+
+def open_sink(parts: SplitResult, settings: dict[str, str]) -> Sink:
+    if parts.scheme == "jsonl":
+        path, numbers = parse_file(parts, settings, "size_mb", "files")
+        return JsonLinesSink(path, **numbers)
+    check_known(settings, "level")
+    return LoggingSink(parts.netloc or "headgate.decisions", **settings)
 
 
 class JsonLinesSink:
@@ -25,10 +38,10 @@ class JsonLinesSink:
     The file is opened for each batch, so that other programs may rotate it, and many processes may write to it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, size_mb: float = 100, files: int = 5) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, size_mb: float = 100, files: float = 5) -> None:
         self._path = os.fspath(path)
         self._max_bytes = int(size_mb * 1_000_000)
-        self._files = files
+        self._files = int(files)
 
     def write(self, batch: Sequence[DecisionRecord]) -> None:
         lines = "".join([f"{record.as_json()}\n" for record in batch]).encode("ascii")
@@ -54,19 +67,17 @@ class JsonLinesSink:
     def _append(self, file: int, lines: bytes, size: int) -> None:
         """Write all lines or none: a partial line would corrupt the next one."""
         try:
-            rest = lines
-            while rest:
-                rest = rest[os.write(file, rest) :]
+            while lines:
+                lines = lines[os.write(file, lines) :]
         except OSError:
             with suppress(OSError):
                 os.ftruncate(file, size)
             raise
 
     def _is_current(self, file: int) -> bool:
-        try:
+        with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(file), os.stat(self._path))
-        except FileNotFoundError:
-            return False
+        return False
 
     def _rotate(self) -> None:
         for number in range(self._files - 1, 0, -1):
@@ -76,3 +87,22 @@ class JsonLinesSink:
             os.replace(self._path, f"{self._path}.1")
         else:
             os.remove(self._path)
+
+
+class LoggingSink:
+    """Logs one message per record; handlers find all fields in the dictionary `record.decision`."""
+
+    def __init__(self, name: str = "headgate.decisions", *, level: str = "info") -> None:
+        number = logging.getLevelNamesMapping().get(level.upper())
+        if number is None:
+            raise ValueError(f"unknown level={level}; write debug, info, warning or error")
+        self._level = number
+        self._logger = logging.getLogger(name)
+
+    def write(self, batch: Sequence[DecisionRecord]) -> None:
+        if self._logger.isEnabledFor(self._level):
+            for record in batch:
+                self._logger.log(self._level, "%s", record.words, extra={"decision": record.as_dict()})
+
+    def close(self) -> None:
+        """No effect: handlers belong to logging."""
