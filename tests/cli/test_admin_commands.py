@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -70,7 +71,7 @@ class Fleet(NamedTuple):
     store: ConfigStore
     gate: Gate
     log: DecisionLog
-    pulse: StatusReporter
+    reporter: StatusReporter
     tokens: dict[str, str]
     """By role."""
     log_file: Path
@@ -90,7 +91,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, redis7: RedisServer) -> Iter
     """One for all tests, each of which is about clients of its own."""
     tmp_path = tmp_path_factory.mktemp("fleet")
     config, log_url = f"sqlite:///{tmp_path}/config.db", f"sqlite:///{tmp_path}/decisions.db"
-    identities = {"user": lambda arrival: arrival.user, "tenant": lambda arrival: arrival.tenant}
+    identities = {"user": lambda request: request.user, "tenant": lambda request: request.tenant}
     with ExitStack() as stack:
         store = stack.enter_context(closing(ConfigStore(config, secret=SECRET)))
         store.put_policy(POLICY, author="ada", reason="the first")
@@ -98,10 +99,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, redis7: RedisServer) -> Iter
             closing(DecisionLog(log_url, secret=SECRET, sample=1.0, node="api-1", writer="thread"))
         )
         counting = {"store": redis7.url, "namespace": "cli-admin"}
-        gate = Gate(ConfigSource(config), secret=SECRET, on_decision=log, identities=identities, budget=1.0, **counting)
+        source: Any = ConfigSource(config, node="api-1")
+        gate = Gate(source, secret=SECRET, on_decision=log, identities=identities, budget=1.0, **counting)
         stack.enter_context(closing(gate))
         board = MemoryStatusStore()
-        pulse = stack.enter_context(closing(StatusReporter(gate, board, secret=SECRET, node="api-1", every=None)))
+        reporter = stack.enter_context(closing(StatusReporter(gate, board, secret=SECRET, node="api-1", every=None)))
         tokens = stack.enter_context(closing(Tokens(config)))
         made = {
             role: tokens.make(f"{role}-bob", role, by="test").text
@@ -110,7 +112,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, redis7: RedisServer) -> Iter
         counters = stack.enter_context(closing(Limiter(redis7.url, namespace="cli-admin", budget=1.0)))
         service = AdminService(store, counters=counters, log=log_url, status_store=board, secret=SECRET)
         server = stack.enter_context(AdminServer(service, tokens, port=0, pages=False))
-        yield Fleet(server.url, store, gate, log, pulse, made, tmp_path / "decisions.db")
+        yield Fleet(server.url, store, gate, log, reporter, made, tmp_path / "decisions.db")
 
 
 @pytest.fixture
@@ -141,7 +143,7 @@ def rows(printed: str) -> list[list[str]]:
 # ------------------------------------------------------------------ one client
 
 
-def test_who_shows_what_holds_and_what_is_used(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
+def test_who_command_shows_limits_and_usage(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     assert call("tier assign tenant=initech pro --label 'Initech Ltd' --reason 'has paid'")[0] == 0
     assert call("override add tenant=initech 2000/day --limit search --until friday --reason 'contract 1'")[0] == 0
     (kept,) = fleet.store.overrides(who=("tenant", "initech"))
@@ -159,7 +161,7 @@ def test_who_shows_what_holds_and_what_is_used(call: Callable[..., tuple[int, st
     assert {each["limit"]: each["used"] for each in json.loads(plain)["limits"]}["search"] == 40
 
 
-def test_an_override_is_made_changed_listed_and_ended(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
+def test_override_is_made_changed_listed_and_ended(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     assert fleet.send(21, tenant="hooli's neighbour").count(429) == 1
     code, printed, told = call(
         "override add tenant=hooli 500/day --limit search --until 'in 2 hours' --reason 'a trial'"
@@ -184,9 +186,11 @@ def test_an_override_is_made_changed_listed_and_ended(call: Callable[..., tuple[
     assert call("override list tenant=hooli")[1:] == ("", "No overrides.\n")
 
 
-def test_a_block_acts_at_once_and_ends_at_once(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
+def test_block_acts_on_nodes_until_it_is_removed(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     assert fleet.send(tenant="mallory-inc") == [200]
     assert call("block tenant=mallory-inc --reason scraping --until 'in 2 hours'", role="support")[0] == 0
+    # Nodes are notified by pub/sub. Another path than that of the limit, which the requests of the wait would use up.
+    wait_until(lambda: fleet.send(tenant="mallory-inc", path="/") == [403], "the block to act")
     assert fleet.send(tenant="mallory-inc") == [403]
     assert "mallory-inc" in call("block list --search mallory", role="viewer")[1]
     assert "blocked until" in call("who tenant=mallory-inc", role="viewer")[1]
@@ -194,7 +198,7 @@ def test_a_block_acts_at_once_and_ends_at_once(call: Callable[..., tuple[int, st
     wait_until(lambda: fleet.send(tenant="mallory-inc") == [200], "the end of the block")
 
 
-def test_a_leaked_key_that_nobody_knows_is_blocked(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
+def test_leaked_unknown_key_is_blocked(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     leaked = "9f86d081884c7d659a2feaa0c55ad015"
     assert fleet.send(api_key=leaked) == [200]
     code, _, told = call("block - --reason leaked", role="support", given=leaked)
@@ -203,7 +207,7 @@ def test_a_leaked_key_that_nobody_knows_is_blocked(call: Callable[..., tuple[int
     assert leaked not in "".join(call("block list")[1:] + call("audit")[1:])
 
 
-def test_a_text_that_can_mean_several_clients_is_not_blocked_unseen(
+def test_text_that_can_mean_several_clients_is_not_blocked_unseen(
     call: Callable[..., tuple[int, str, str]], fleet: Fleet
 ) -> None:
     code, _, told = call("block newcomer --reason x")
@@ -215,7 +219,7 @@ def test_a_text_that_can_mean_several_clients_is_not_blocked_unseen(
     assert (code, "this tenant has never been seen" in told) == (0, True)
 
 
-def test_a_rollback_shows_what_it_changes_and_wants_a_yes(
+def test_rollback_shows_what_it_changes_and_wants_a_yes(
     call: Callable[..., tuple[int, str, str]], fleet: Fleet
 ) -> None:
     assert call("tier assign tenant=rolled pro --label 'Rolled Inc' --reason x")[0] == 0
@@ -230,7 +234,7 @@ def test_a_rollback_shows_what_it_changes_and_wants_a_yes(
     assert fleet.store.overrides(who=("tenant", "rolled")) == []
 
 
-def test_a_part_of_a_name_lists_the_clients_that_contain_it(call: Callable[..., tuple[int, str, str]]) -> None:
+def test_part_of_a_name_lists_the_clients_that_contain_it(call: Callable[..., tuple[int, str, str]]) -> None:
     for number in (1, 2):
         assert call(f"tier assign tenant=bakery-{number} pro --label 'Bakery {number}' --reason x")[0] == 0
     code, _, told = call("who bakery", role="viewer")
@@ -239,14 +243,14 @@ def test_a_part_of_a_name_lists_the_clients_that_contain_it(call: Callable[..., 
     assert (code, "did you mean this client?" in told, "tenant=bakery-2" in told) == (1, True, True)
 
 
-def test_a_block_is_ended_by_its_number(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
+def test_block_is_ended_by_its_number(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     assert call("block add 198.51.100.77 --reason scraping")[0] == 0
     (kept,) = fleet.store.blocks(who=("ip", "198.51.100.77"))
     assert call(f"block remove {kept.id} --reason 'a mistake'")[0] == 0
     assert fleet.store.blocks(who=("ip", "198.51.100.77")) == []
 
 
-def test_a_reset_lets_a_client_begin_anew(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
+def test_reset_lets_a_client_begin_anew(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     assert 429 in fleet.send(30, tenant="umbrella")
     code, printed, _ = call("reset tenant=umbrella --limit search --reason 'their job ran twice'", role="support")
     assert code == 0
@@ -266,7 +270,7 @@ def test_tiers_are_set_assigned_and_given_back(call: Callable[..., tuple[int, st
     assert ["search", "1000/day", "policy"] in [row[-3:] for row in rows(call("tier list")[1])]
 
 
-def test_a_key_is_never_shown_and_warned_about(
+def test_key_is_never_shown_and_warned_about(
     call: Callable[..., tuple[int, str, str]], fleet: Fleet, tmp_path: Path
 ) -> None:
     fleet.send(12, api_key=KEY, path="/keys")
@@ -291,7 +295,7 @@ def test_a_key_is_never_shown_and_warned_about(
         assert KEY.encode() not in file.read_bytes(), file
 
 
-def test_a_name_is_no_key(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
+def test_name_is_no_key(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     key = "sk_live_of_the_corner_cafe"
     assert call("tier assign - pro --label 'Corner Cafe' --reason paid", given=f"{key}\n")[0] == 0
     fleet.follow()
@@ -305,20 +309,20 @@ def test_a_name_is_no_key(call: Callable[..., tuple[int, str, str]], fleet: Flee
     assert call("who 'Corner Cafe'")[2] == "", "the log knows it by that"
 
 
-def test_an_override_is_of_some_limit(call: Callable[..., tuple[int, str, str]]) -> None:
+def test_override_is_of_some_limit(call: Callable[..., tuple[int, str, str]]) -> None:
     code, _, complained = call("override add tenant=acme 10/minute --reason x")
     assert code == 2
     assert "name a limit with --limit LIMIT (see `headgate who`), or a class with --class CLASS" in complained
 
 
-def test_an_address_with_its_network_is_told_from_a_network(call: Callable[..., tuple[int, str, str]]) -> None:
+def test_address_with_prefix_differs_from_a_network(call: Callable[..., tuple[int, str, str]]) -> None:
     code, _, complained = call("block ip=198.51.100.7/24 --reason scraping")
     assert (code, "write 198.51.100.0/24, or the address alone" in complained) == (1, True)
     code, _, complained = call("block 198.51.100.7/24 --reason scraping")
     assert (code, "ip=198.51.100.0/24" in complained, "ip=198.51.100.7" in complained) == (1, True, True)
 
 
-def test_who_has_a_token_asks_the_server_why(
+def test_why_uses_the_server_with_a_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -446,7 +450,7 @@ def test_what_is_written_late_is_shown_once_and_nothing_twice(tmp_path: Path) ->
     log.sink.close()
 
 
-def test_who_says_no_more_than_is_known(call: Callable[..., tuple[int, str, str]]) -> None:
+def test_who_command_shows_known_facts_only(call: Callable[..., tuple[int, str, str]]) -> None:
     """Of a network nothing is counted, and of a hash no limit can be told."""
     network = call("who 203.0.113.0/24", role="viewer")[1]
     assert "A network has no counters of its own" in network
@@ -458,10 +462,9 @@ def test_who_says_no_more_than_is_known(call: Callable[..., tuple[int, str, str]
     assert "pass" not in hashed
 
 
-def test_a_time_on_the_other_side_of_a_change_of_clocks_says_its_zone() -> None:
-    service = context.CommandContext(
-        AdminClient("http://127.0.0.1:1", "hg_x"), Terminal(io.StringIO()), Terminal(io.StringIO()), BERLIN
-    )
+def test_time_on_the_other_side_of_a_change_of_clocks_says_its_zone() -> None:
+    service = context.CommandContext(Namespace(utc=False), Terminal(io.StringIO()), Terminal(io.StringIO()))
+    service.zone = BERLIN
     shown = {service.time(microseconds(datetime(2096, month, 1, tzinfo=BERLIN))) for month in (1, 7)}
     is_winter = service.zone_name == "UTC+01:00"
     assert shown == {
@@ -470,7 +473,7 @@ def test_a_time_on_the_other_side_of_a_change_of_clocks_says_its_zone() -> None:
     }
 
 
-def test_a_rare_outcome_is_found_among_all_that_has_come_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rare_outcome_is_found_among_all_that_has_come_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headgate.telemetry.decision_log.sinks.sqlite.MAX_SCANNED", 100)
     now_us = time.time_ns() // 1000 - 1_000_000
     log = Log(tmp_path)
@@ -487,7 +490,7 @@ def test_a_rare_outcome_is_found_among_all_that_has_come_since(tmp_path: Path, m
     log.sink.close()
 
 
-def test_tail_begins_with_as_many_as_it_is_told(
+def test_tail_starts_with_the_given_number(
     call: Callable[..., tuple[int, str, str]], fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tails, "PAGE_SIZE", 8)
@@ -513,7 +516,7 @@ def test_tail_gives_programs_a_line_for_each(call: Callable[..., tuple[int, str,
 
 def test_top_shows_the_fleet_once_in_a_pipe(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     fleet.send(100, tenant="stark")
-    fleet.pulse.report()
+    fleet.reporter.report()
     code, printed, _ = call("top --utc", role="viewer")
     assert code == 0
     assert "\x1b" not in printed
@@ -523,10 +526,20 @@ def test_top_shows_the_fleet_once_in_a_pipe(call: Callable[..., tuple[int, str, 
     assert call("top --every 0")[0] == 2
 
 
+def test_top_shows_quotas_that_proxies_hold(
+    call: Callable[..., tuple[int, str, str]], fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet.gate, "quota_holdings", lambda: [("shop.user", 3, 450, 1000, 7)], raising=False)
+    fleet.reporter.report()
+    printed = call("top --utc", role="viewer")[1]
+    expected = [["limit", "counters", "held", "of each", "over the limit"], ["shop.user", "3", "450", "1.0k", "7"]]
+    assert rows(printed.partition("quotas held by proxies\n")[2])[:2] == expected
+
+
 def test_top_says_when_no_node_is_reporting(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     fleet.send(100, tenant="stark")
     for prefix in ("beats", "past"):  # until its next report
-        fleet.pulse._store.put(f"{prefix}/{fleet.pulse._run}", b"", keep=0)
+        fleet.reporter._store.put(f"{prefix}/{fleet.reporter._run}", b"", keep=0)
     code, printed, _ = call("top --utc", role="viewer")
     assert code == 0
     assert "No node is reporting, so no traffic is shown." in printed
@@ -536,7 +549,7 @@ def test_top_says_when_no_node_is_reporting(call: Callable[..., tuple[int, str, 
 
 @pytest.mark.parametrize("by", ["q", "Ctrl-C"])
 def test_top_is_redrawn_in_a_screen_of_its_own(fleet: Fleet, tmp_path: Path, by: str) -> None:
-    fleet.pulse.report()
+    fleet.reporter.report()
     settings = {"HEADGATE_ADMIN": fleet.url, "HEADGATE_TOKEN": fleet.tokens["viewer"]}
     with PseudoTerminal(tmp_path, "top", "--every", "0.2", columns=60, **settings) as terminal:
         terminal.until("\x1b[?1049h")
@@ -559,7 +572,7 @@ def test_top_is_redrawn_in_a_screen_of_its_own(fleet: Fleet, tmp_path: Path, by:
 # ------------------------------------------------------------------ policies, audit, tokens
 
 
-def test_a_policy_is_shown_checked_put_compared_and_rolled_back(
+def test_policy_is_shown_checked_put_compared_and_rolled_back(
     call: Callable[..., tuple[int, str, str]], fleet: Fleet, tmp_path: Path
 ) -> None:
     before = fleet.store.version
@@ -595,7 +608,59 @@ def test_a_policy_is_shown_checked_put_compared_and_rolled_back(
     assert ["search", "100/day", "tenant", "class search", "pro: 1000/day"] in rows(call("policy show --rules")[1])
 
 
-def test_the_audit_tells_who_did_what_and_why(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
+def test_canary_is_started_compared_promoted_and_rolled_back(
+    call: Callable[..., tuple[int, str, str]], fleet: Fleet, tmp_path: Path
+) -> None:
+    assert call("policy status", role="viewer")[2] == "No canary was ever started.\n"
+    assert json.loads(call("policy status --json", role="viewer")[1])["canary"] is None
+    (tmp_path / "policy.yaml").write_text(POLICY.replace("cost: 5", "cost: 7"))
+    before, why = fleet.store.version, "--reason 'searches cost 7'"
+    assert call(f"policy canary policy.yaml --percent 10 {why}")[0] == 2  # without --based-on
+    fleet.reporter.report()
+    code, printed, told = call(
+        f"policy canary policy.yaml --nodes api-1 --max-rejections '+2.5 %' --max-latency 3x --for 10m --promote "
+        f"--based-on {before} {why}"
+    )
+    assert (code, printed) == (0, f"started canary of policy.yaml on nodes api-1 (version {before + 1})\n")
+    assert "note: Candidate on api-1: 1 of 1 nodes." in told
+    assert call(f"policy put policy.yaml --based-on {before} {why}")[0] == 1
+    fleet.follow()
+    fleet.send(3, tenant="canary bird")
+    fleet.reporter.report()
+    code, printed, _ = call("policy status", role="viewer")
+    assert code == 0
+    assert printed.startswith("Canary of policy.yaml on nodes api-1: running\nstarted ")
+    assert re.search(r"^observed until .*, then promoted$", printed, re.MULTILINE), printed
+    assert re.search(r"^latency \(p99\) .* too few requests$", printed, re.MULTILINE), printed
+    assert "no other nodes" in printed.splitlines()
+    assert re.search(r"^api-1:\d+ +ready +candidate ", printed, re.MULTILINE), printed
+    found = json.loads(call("policy status --json", role="viewer")[1])["canary"]
+    assert (found["max_rejections"], found["max_errors"], found["max_latency"], found["for_s"]) == (2.5, 1, 3, 600)
+    code, _, told = call("policy promote --reason 'it is fine'")
+    assert (code, "canary: the candidate was not compared: no other nodes" in told) == (3, True)
+    assert call("policy promote --reason 'it is fine'", role="support")[0] == 1
+    assert call("policy promote --reason 'it is fine' --confirm canary")[0] == 0
+    assert "cost: 7" in call("policy show", role="viewer")[1]
+    code, printed, _ = call("policy status", role="viewer")
+    assert re.search(r"^promoted .* by operator-bob: it is fine$", printed, re.MULTILINE), printed
+
+    (tmp_path / "policy.yaml").write_text(POLICY)
+    assert call(f"policy canary policy.yaml --percent 10 --based-on {fleet.store.version} {why}")[0] == 0
+    code, printed, _ = call("policy rollback --reason 'rather not'")
+    assert (code, "rolled back canary of policy.yaml on 10 % of nodes" in printed) == (0, True)
+    assert call("policy rollback --reason again")[0] == 1
+    assert call(f"policy rollback {before} --section documents --yes --reason 'as before'")[0] == 0
+    for line in (
+        "policy canary policy.yaml --based-on 1 --reason x",
+        "policy canary policy.yaml --percent 10 --nodes a --based-on 1 --reason x",
+        "policy canary policy.yaml --percent 10 --max-errors many --based-on 1 --reason x",
+        "policy canary policy.yaml --percent 10 --for soon --based-on 1 --reason x",
+        "policy rollback --section tiers --reason x",
+    ):
+        assert call(line)[0] == 2, line
+
+
+def test_audit_lists_actors_actions_and_reasons(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     assert call("tier assign tenant=vandelay pro --reason 'imports'", role="support")[0] == 0
     assert call("tier unassign tenant=vandelay --reason 'exports'", role="operator")[0] == 0
     first, second = rows(call("audit --search vandelay", role="viewer")[1])[1:]
@@ -606,7 +671,7 @@ def test_the_audit_tells_who_did_what_and_why(call: Callable[..., tuple[int, str
     assert call("audit --most 0")[0] == 2
 
 
-def test_a_token_is_made_used_and_revoked(
+def test_token_is_made_used_and_revoked(
     call: Callable[..., tuple[int, str, str]], fleet: Fleet, tmp_path: Path
 ) -> None:
     code, token, told = call("token make ci --role viewer --days 1", role="admin")
@@ -625,7 +690,7 @@ def test_a_token_is_made_used_and_revoked(
 # ------------------------------------------------------------------ what is refused
 
 
-def test_a_change_needs_a_reason(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
+def test_change_needs_a_reason(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     before = fleet.store.version
     for line in (
         "block 198.51.100.9",
@@ -639,7 +704,7 @@ def test_a_change_needs_a_reason(call: Callable[..., tuple[int, str, str]], flee
     assert fleet.store.version == before
 
 
-def test_a_danger_is_confirmed_by_an_option(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
+def test_danger_is_confirmed_by_an_option(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     before = fleet.store.version
     line = "override add tenant=massive 100000/minute --limit search --reason 'a sale'"
     code, printed, complained = call(line)
@@ -652,7 +717,7 @@ def test_a_danger_is_confirmed_by_an_option(call: Callable[..., tuple[int, str, 
 
 
 @pytest.mark.parametrize(("typed", "code"), [("yes", 0), ("y", 3), ("no", 3)])
-def test_a_danger_is_confirmed_at_a_terminal(fleet: Fleet, tmp_path: Path, typed: str, code: int) -> None:
+def test_danger_is_confirmed_at_a_terminal(fleet: Fleet, tmp_path: Path, typed: str, code: int) -> None:
     before = fleet.store.version
     settings = {"HEADGATE_ADMIN": fleet.url, "HEADGATE_TOKEN": fleet.tokens["operator"], "NO_COLOR": "1"}
     line = ["override", "add", f"tenant=big-{typed}", "99999/minute", "--limit", "search", "--reason", "a sale"]
@@ -665,7 +730,7 @@ def test_a_danger_is_confirmed_at_a_terminal(fleet: Fleet, tmp_path: Path, typed
     assert fleet.store.version - before == (code == 0)
 
 
-def test_the_first_document_of_a_store_is_based_on_nothing(
+def test_first_document_of_a_store_is_based_on_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -680,7 +745,7 @@ def test_the_first_document_of_a_store_is_based_on_nothing(
         assert (store.version, store.document().text) == (1, POLICY)  # type: ignore[union-attr]
 
 
-def test_a_document_is_looked_at_before_it_is_put(fleet: Fleet, tmp_path: Path) -> None:
+def test_document_is_looked_at_before_it_is_put(fleet: Fleet, tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(POLICY.replace("cost: 5", "cost: 6"))
     before = fleet.store.version
     settings = {"HEADGATE_ADMIN": fleet.url, "HEADGATE_TOKEN": fleet.tokens["operator"], "NO_COLOR": "1"}
@@ -699,7 +764,7 @@ def test_a_document_is_looked_at_before_it_is_put(fleet: Fleet, tmp_path: Path) 
         ("block tenant=x --reason x", "viewer", 1, "support"),
         ("token list", "operator", 1, "admin"),
         ("override remove 999999 --reason x", "operator", 1, "999999"),
-        ("override add tenant=x 5/month --limit search --reason x", "operator", 1, "a month has no fixed length"),
+        ("override add tenant=x 5/fortnight --limit search --reason x", "operator", 1, "unknown unit 'fortnight'"),
         ("override add tenant=x 50/day --limit serch --reason x", "operator", 1, "did you mean 'search'?"),
         ("override add tenant=x 0/minute --limit search --reason x", "operator", 1, "block"),
         (
@@ -715,7 +780,7 @@ def test_a_document_is_looked_at_before_it_is_put(fleet: Fleet, tmp_path: Path) 
         ("tail --outcome lots", "viewer", 2, "invalid choice: 'lots'"),
     ],
 )
-def test_a_refusal_ends_with_its_code(
+def test_refusal_ends_with_its_code(
     call: Callable[..., tuple[int, str, str]], fleet: Fleet, line: str, role: str, code: int, complaint: str
 ) -> None:
     before = fleet.store.version
@@ -725,7 +790,7 @@ def test_a_refusal_ends_with_its_code(
     assert fleet.store.version == before
 
 
-def test_who_has_no_token_or_no_server_is_told_what_to_do(
+def test_missing_token_or_server_names_the_remedy(
     call: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fleet: Fleet
 ) -> None:
     (tmp_path / "empty.txt").write_text("\n")
@@ -752,7 +817,7 @@ def test_who_has_no_token_or_no_server_is_told_what_to_do(
     ) == (2, True)
 
 
-def test_a_token_that_travels_in_clear_is_warned_about(call: Callable[..., tuple[int, str, str]]) -> None:
+def test_token_that_travels_in_clear_is_warned_about(call: Callable[..., tuple[int, str, str]]) -> None:
     assert "the token is sent unencrypted to http://no.invalid; use https" in call("top --admin http://no.invalid")[2]
 
 
@@ -769,7 +834,7 @@ def test_what_others_have_changed_meanwhile_is_not_written_over(
 # ------------------------------------------------------------------ what it costs
 
 
-def test_a_command_costs_only_itself(tmp_path: Path) -> None:
+def test_command_costs_only_itself(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(POLICY)
     loaded = called(["check", "policy.yaml"], folder=tmp_path).splitlines()[-1].split()
     for module in (
@@ -808,7 +873,7 @@ print(*sys.modules)
     return ended.stdout
 
 
-def test_the_page_shows_what_could_be_typed() -> None:
+def test_page_shows_what_could_be_typed() -> None:
     shown = [line[2:] for line in PAGE.splitlines() if line.startswith("$ headgate ")]
     assert len(shown) > 30
     parser = cli.build_parser()
@@ -853,7 +918,7 @@ BERLIN = ZoneInfo("Europe/Berlin")
         ("2026-11-20T18:00:00Z", "2026-11-20 18:00", "2026-11-20 18:00"),
     ],
 )
-def test_a_time_ahead_is_the_first_that_is_meant(written: str, begins: str, ends: str) -> None:
+def test_time_ahead_is_the_first_that_is_meant(written: str, begins: str, ends: str) -> None:
     for at_its_end, expected in ((False, begins), (True, ends)):
         moment = coming(written, now=MONDAY.replace(microsecond=7), zone=UTC, at_its_end=at_its_end)
         assert (f"{moment:%Y-%m-%d %H:%M}", moment.microsecond) == (expected, 0)
@@ -880,7 +945,7 @@ def test_what_is_over_or_no_time_is_refused_with_examples(written: str, complain
     assert repr(written) in str(refused.value)
 
 
-def test_a_day_ends_where_the_next_begins_though_the_clocks_change() -> None:
+def test_day_ends_where_the_next_begins_though_the_clocks_change() -> None:
     before_summer_ends = datetime(2026, 10, 24, 12, tzinfo=BERLIN)
     until = coming("sunday", now=before_summer_ends, zone=BERLIN, at_its_end=True)
     assert until.astimezone(UTC) - coming("sunday", now=before_summer_ends, zone=BERLIN).astimezone(UTC) == timedelta(
@@ -915,7 +980,7 @@ def completed(script: Path, *lines: str) -> list[list[str]]:
     return [line.split() for line in ended.stdout.splitlines()]
 
 
-def test_a_shell_completes_what_the_parser_knows(scripts: dict[str, Path]) -> None:
+def test_shell_completes_what_the_parser_knows(scripts: dict[str, Path]) -> None:
     found = {place.path: place for place in completion_points(cli.build_parser())}
     assert {("override", "add"), ("block", "list"), ("policy", "rollback"), ("admin", "token")} <= found.keys()
     lines = [" ".join(("headgate", *path)) + " " for path in found]
@@ -945,7 +1010,7 @@ def test_bash_proposes(scripts: dict[str, Path], line: str, words: list[str] | N
     assert proposed == (words if words is not None else completed(scripts["bash"], "headgate ")[0])
 
 
-def test_the_scripts_quote_what_helps_say(scripts: dict[str, Path]) -> None:
+def test_scripts_quote_what_helps_say(scripts: dict[str, Path]) -> None:
     """Texts of help hold signs that shells obey: the scripts define functions, and do nothing else."""
     ended = subprocess.run(["bash", "-n", str(scripts["bash"])], capture_output=True, timeout=30, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
@@ -997,7 +1062,7 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return taken
 
 
-def test_a_write_whose_connection_breaks_is_asked_again_under_the_same_key(naps: list[float]) -> None:
+def test_write_whose_connection_breaks_is_asked_again_under_the_same_key(naps: list[float]) -> None:
     with Scripted(b"", answer("200 OK", {"version": 2}, 'ETag: "2"')) as server:
         reply = AdminClient(server.url, "hg_x").request("POST", "blocks", body={"reason": "x"}, based_on=1)
     keys = [re.search(rb"(?i)idempotency-key: (\S+)", each) for each in server.asked]
@@ -1007,7 +1072,7 @@ def test_a_write_whose_connection_breaks_is_asked_again_under_the_same_key(naps:
     assert naps == [admin_client.RETRY_DELAY_S]
 
 
-def test_a_write_that_is_still_in_progress_is_waited_for(naps: list[float]) -> None:
+def test_write_that_is_still_in_progress_is_waited_for(naps: list[float]) -> None:
     in_progress = {"type": "in-progress", "title": "The same request is at work", "status": 409, "detail": "Wait."}
     with Scripted(answer("409 Conflict", in_progress), answer("200 OK", {"version": 2})) as server:
         assert AdminClient(server.url, "hg_x").request("POST", "blocks", body={}).body == {"version": 2}
@@ -1033,7 +1098,7 @@ def test_retry_after_is_waited_for_once(naps: list[float]) -> None:
     assert (refused.value.code, naps) == (2, [7.0, 7.0])
 
 
-def test_a_long_retry_after_is_not_waited_for(naps: list[float]) -> None:
+def test_long_retry_after_is_not_waited_for(naps: list[float]) -> None:
     with (
         Scripted(answer("429 Too Many Requests", None, "Retry-After: 3600")) as server,
         pytest.raises(AdminError, match="too many requests"),
@@ -1042,14 +1107,14 @@ def test_a_long_retry_after_is_not_waited_for(naps: list[float]) -> None:
     assert naps == []
 
 
-def test_a_token_follows_no_redirect(naps: list[float]) -> None:
+def test_token_follows_no_redirect(naps: list[float]) -> None:
     with Scripted() as elsewhere, Scripted(answer("302 Found", None, f"Location: {elsewhere.url}/api")) as server:
         with pytest.raises(AdminError, match="answers 302, and not like an admin server"):
             AdminClient(server.url, "hg_x").get("audit")
         assert elsewhere.asked == []
 
 
-def test_a_stranger_is_no_admin_server(naps: list[float]) -> None:
+def test_stranger_is_no_admin_server(naps: list[float]) -> None:
     page = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\nConnection: close\r\n\r\n<html>"
     with Scripted(page) as server, pytest.raises(AdminError, match="does not answer like an admin server"):
         AdminClient(server.url, "hg_x").get("audit")
@@ -1078,7 +1143,7 @@ def test_a_stranger_is_no_admin_server(naps: list[float]) -> None:
         ),
     ],
 )
-def test_a_refusal_is_told_with_what_helps(naps: list[float], problem: dict[str, Any], code: int, told: str) -> None:
+def test_rejection_names_the_remedy(naps: list[float], problem: dict[str, Any], code: int, told: str) -> None:
     status = f"{problem['status']} No"
     with Scripted(answer(status, {"title": "No", **problem})) as server, pytest.raises(AdminError) as refused:
         AdminClient(server.url, "hg_x").get("audit")
@@ -1087,7 +1152,7 @@ def test_a_refusal_is_told_with_what_helps(naps: list[float], problem: dict[str,
     assert naps == []
 
 
-def test_dangers_are_told_with_how_to_confirm_them(naps: list[float]) -> None:
+def test_guardrails_say_how_to_confirm(naps: list[float]) -> None:
     dangers = [{"code": "ten-times", "text": "100 times as much."}, {"code": "policy", "text": "A limit is gone."}]
     problem = {"type": "confirmation-needed", "title": "Sure?", "status": 409, "detail": "", "dangers": dangers}
     with Scripted(answer("409 Conflict", problem)) as server, pytest.raises(ConfirmationRequired) as refused:
@@ -1119,7 +1184,7 @@ def test_what_stays_on_this_machine_is_known(url: str, stays: bool) -> None:
     assert is_loopback(url) is stays
 
 
-def test_a_proxy_is_not_asked_for_what_is_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_is_not_asked_for_what_is_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     with Scripted() as proxy, Scripted(answer("200 OK", {})) as server:
         monkeypatch.setenv("http_proxy", proxy.url)
         assert AdminClient(server.url, "hg_x").get("audit") == {}

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 import headgate
 from headgate import cli
-from headgate.cli.explanation import explain
-from headgate.cli.request import HypotheticalRequest
-from headgate.cli.table import GAP, MIN_COLUMN_WIDTH, table
+from headgate.cli.explain import HypotheticalRequest, explain
+from headgate.cli.terminal import GAP, MIN_COLUMN_WIDTH, table
 from headgate.errors import InvalidPolicy
 from headgate.policy.api_keys import ApiKeyHasher
 from headgate.policy.loader import read
@@ -83,7 +82,7 @@ NOTES = [
 SLIPS = """\
 limits:
   - {by: ip, bukcet: 10/minute}
-  - {name: exports, by: user, bucket: 1000/month}
+  - {name: exports, by: user, bucket: 1000/2 months}
 """
 ODD = "limits: [{name: keys, by: api_key, bucket: 10/minute}]"
 KNOWN = f"identity: {{api_key: {{known_only: true}}}}\nclients: [{{api_key: {KEY}}}]\n{ODD}"
@@ -189,7 +188,7 @@ def call(
         (f"hash-key {KEY}", 2, "", "unrecognized arguments"),
     ],
 )
-def test_a_command_ends_with_its_code_and_keeps_the_streams_apart(
+def test_command_ends_with_its_code_and_keeps_the_streams_apart(
     call: Callable[..., tuple[int, str, str]],
     monkeypatch: pytest.MonkeyPatch,
     line: str,
@@ -216,7 +215,7 @@ def test_a_command_ends_with_its_code_and_keeps_the_streams_apart(
         (["schema"], 0, True),
     ],
 )
-def test_a_process_ends_likewise_and_without_a_traceback(
+def test_process_ends_likewise_and_without_a_traceback(
     run: Callable[..., Any], arguments: list[str], code: int, has_answer: bool
 ) -> None:
     ended = run(*arguments)
@@ -238,7 +237,7 @@ def test_several_files_end_with_the_highest_code(call: Callable[..., tuple[int, 
     assert [line.partition(":")[0] for line in complained.splitlines()] == ["slips.yaml"] * 2 + ["nowhere.yaml"]
 
 
-def test_whoever_stops_reading_sees_no_traceback(folder: Path) -> None:
+def test_broken_pipe_prints_no_traceback(folder: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "schema"], env=PLAIN, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -249,7 +248,7 @@ def test_whoever_stops_reading_sees_no_traceback(folder: Path) -> None:
         assert process.wait(timeout=30) == 141
 
 
-def test_a_full_disk_is_told(folder: Path) -> None:
+def test_full_disk_is_reported(folder: Path) -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [*COMMAND, "schema"], env=PLAIN, cwd=folder, stdout=full, stderr=subprocess.PIPE, timeout=30, check=False
@@ -280,6 +279,19 @@ def test_what_a_policy_expects_of_the_app_is_noted(call: Callable[..., tuple[int
     assert (code, complained, first.startswith("shop.yaml: valid")) == (0, "", True)
     assert others == [f"shop.yaml: note: {note}" for note in NOTES]
     assert "note" not in call("check", "odd.yaml")[1]
+
+
+def test_check_notes_missing_regions_and_plain_passwords(
+    call: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    file = tmp_path / "regions.yaml"
+    limits = "limits: [{by: global, bucket: 10/minute, region: central}]\n"
+    file.write_text(limits)
+    (note,) = json.loads(call("check", "--json", str(file))[1])[0]["notes"]
+    assert note == "limits are central, and the policy has no regions: the app must give region=, regions= and home="
+    file.write_text("regions: {home: eu, stores: {eu: 'redis://:${PASSWORD}@eu', us: 'redis://:sesame@us'}}\n" + limits)
+    (note,) = json.loads(call("check", "--json", str(file))[1])[0]["notes"]
+    assert note == "a password in plain text under regions: write an environment variable, like ${EU_PASSWORD}"
 
 
 def test_programs_get_a_list(call: Callable[..., tuple[int, str, str]]) -> None:
@@ -317,6 +329,32 @@ def test_what_is_not_a_regular_file_is_refused_at_once(run: Callable[..., Any], 
     ended = run(*command.split(), str(pipe), *more, HEADGATE_TOKEN="hg_x", HEADGATE_ADMIN_URL="http://127.0.0.1:1")
     assert ended.returncode == 2
     assert "not a regular file; write the policy to one" in ended.stderr
+
+
+def test_explain_shows_the_price_of_region_modes(call: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    file = tmp_path / "regions.yaml"
+    limits = """limits:
+  - {name: exports, by: tenant, bucket: 10/hour, region: central}
+  - {name: contract, by: tenant, bucket: 90/hour, region: divided}
+  - {name: per-ip, by: ip, bucket: "1000/minute, fixed_window"}
+"""
+    stores = "{eu: redis://eu, us: redis://us, asia: redis://asia}"
+    file.write_text(f"regions: {{home: eu, stores: {stores}, central_budget: 250 ms}}\n{limits}")
+    code, printed, _ = call("explain", str(file), "GET", "/", "--tenant", "acme")
+    assert code == 0
+    assert [re.split(r"  +", line.strip()) for line in printed.splitlines()[-3:]] == [
+        ["exports", "central", "at most 0 over the limit", "1 round trip to eu, within 250 ms", "100.0%"],
+        ["contract", "divided", "at most 0 over the limit", "no wait for another region", "33.3%"],
+        ["per-ip", "regional", "at most 2,000 over the limit", "no wait for another region", "100.0%"],
+    ]
+    exports, *_ = json.loads(call("explain", str(file), "GET", "/", "--tenant", "acme", "--json")[1])["limits"]
+    numbers = ("mode", "bound", "round_trips", "usable", "budget_ms")
+    assert [exports["region"][name] for name in numbers] == ["central", 0, 1, 1.0, 250.0]
+    file.write_text(limits)
+    unknown = call("explain", str(file), "GET", "/", "--tenant", "acme")[1]
+    assert "depends on the regions, which the policy does not name" in unknown
+    file.write_text("limits: [{by: ip, bucket: 10/minute}]")
+    assert "region" not in call("explain", str(file), "GET", "/")[1]
 
 
 def test_explain_notes_a_limit_that_matches_only_the_end_of_a_path(
@@ -360,6 +398,10 @@ per-ip      1000 per minute, burst 200, token_bucket  ip: 198.51.100.7     5  ev
 search      5000 per minute, token_bucket             tenant: acme         5  class search, GET only; override until 2099-01-01T00:00:00Z: contract 4711
 everything  50000 per second, token_bucket            global: %all         5  every request; shadow: never rejects
 
+limit   decided locally                all nodes together
+per-ip  prepaid tokens, within 100 ms  at most 2 over the limit
+search  prepaid tokens, within 100 ms  at most 9 over the limit
+
 skipped     why
 pro-search  no user, and the limit has missing: skip
 search      the override for tenant acme starts 2098-01-01T00:00:00Z
@@ -378,6 +420,9 @@ per-ip      1000 per minute, burst 200, token_bucket  ip: 198.51.100.7     1  ev
 login-ip    10 per minute, token_bucket               ip: 198.51.100.7     1  route /login, POST only; counted if status in [401, 403]
 everything  50000 per second, token_bucket            global: %all         1  every request; shadow: never rejects
 
+limit   decided locally                all nodes together
+per-ip  prepaid tokens, within 100 ms  at most 2 over the limit
+
 skipped     why
 login-user  no user, and per-ip counts by address
 """,  # noqa: E501 - as wide as it is printed
@@ -394,6 +439,10 @@ limit       allows                                    counted by                
 per-ip      1000 per minute, burst 200, token_bucket  ip: 2001:db8:1:2::/64                                     1  every request
 orders      600 per minute, token_bucket              client: api_key|{HASH}     3  class orders; override; reserved: the app settles the actual cost
 everything  50000 per second, token_bucket            global: %all                                              1  every request; shadow: never rejects
+
+limit   decided locally                all nodes together
+per-ip  prepaid tokens, within 100 ms  at most 2 over the limit
+orders  prepaid tokens, within 100 ms  at most 1 over the limit
 """,  # noqa: E501 - as wide as it is printed
     "head /search --tier free": """\
 request     head /search (as GET)
@@ -408,6 +457,10 @@ limit       allows                                    counted by           cost 
 per-ip      1000 per minute, burst 200, token_bucket  ip: unknown             5  every request
 search      100 per minute, token_bucket              tenant: |ip|unknown     5  class search, GET only; no tenant: counted by address
 everything  50000 per second, token_bucket            global: %all            5  every request; shadow: never rejects
+
+limit   decided locally                all nodes together
+per-ip  prepaid tokens, within 100 ms  at most 2 over the limit
+search  prepaid tokens, within 100 ms  at most 1 over the limit
 
 skipped     why
 pro-search  only for tiers pro, gold; this client has tier free
@@ -425,6 +478,9 @@ limit       allows                                    counted by                
 per-ip      1000 per minute, burst 200, token_bucket  ip: unknown                  1  every request
 reports     5 at once, leases of 1 minute             tenant+device: acme|4711     1  route /reports
 everything  50000 per second, token_bucket            global: %all                 1  every request; shadow: never rejects
+
+limit   decided locally                all nodes together
+per-ip  prepaid tokens, within 100 ms  at most 2 over the limit
 """,  # noqa: E501 - as wide as it is printed
     "GET /nowhere --ip 203.0.113.9": """\
 request     GET /nowhere
@@ -453,11 +509,11 @@ exempt: the route costs 0, so no limit applies
 
 
 @pytest.mark.parametrize("line", GOLDEN)
-def test_an_explanation_reads_so(call: Callable[..., tuple[int, str, str]], line: str) -> None:
+def test_explanation_reads_so(call: Callable[..., tuple[int, str, str]], line: str) -> None:
     assert call("explain", "shop.yaml", *line.split()) == (0, GOLDEN[line], "")
 
 
-def test_an_api_key_that_is_not_known_is_none_where_only_known_ones_count(
+def test_api_key_that_is_not_known_is_none_where_only_known_ones_count(
     call: Callable[..., tuple[int, str, str]],
 ) -> None:
     asked = ("explain", "known.yaml", "GET", "/", "--secret-file", "secret.txt", "--json", "--api-key")
@@ -485,6 +541,7 @@ def test_programs_get_the_same_explanation(call: Callable[..., tuple[int, str, s
         "identity": "ada",
         "cost": 1,
         "is_shadow": False,
+        "bounds": [],
         "why": ["route /login, POST only"],
     }
     assert (answer["left_out"], answer["blocked"], answer["is_exempt"], answer["on_failure"]) == (
@@ -495,7 +552,7 @@ def test_programs_get_the_same_explanation(call: Callable[..., tuple[int, str, s
     )
 
 
-def test_a_moment_decides_on_overrides_and_blocks(call: Callable[..., tuple[int, str, str]]) -> None:
+def test_moment_decides_on_overrides_and_blocks(call: Callable[..., tuple[int, str, str]]) -> None:
     def numbers(at: str) -> int:
         return int(explained(call, f"GET /search --tenant acme --at {at}")["limits"][1]["quota"])
 
@@ -507,14 +564,14 @@ def test_a_moment_decides_on_overrides_and_blocks(call: Callable[..., tuple[int,
     assert not explained(call, blocked.format("1:00"))["blocked"]
 
 
-def test_an_override_that_is_passed_over_is_told(call: Callable[..., tuple[int, str, str]]) -> None:
+def test_ignored_override_is_reported(call: Callable[..., tuple[int, str, str]]) -> None:
     told = explained(call, "GET /search --tenant acme --user ada --at 2098-06-01T00:00:00Z")["left_out"]
     assert told == [{"name": "search", "why": "the override for tenant acme is superseded by another one"}]
     told = explained(call, "GET /search --tenant acme --user ada --at 2099-01-01T00:00:00Z")["left_out"]
     assert told == [{"name": "search", "why": "the override for tenant acme ended 2099-01-01T00:00:00Z"}]
 
 
-def test_no_limit_is_told(call: Callable[..., tuple[int, str, str]], folder: Path) -> None:
+def test_explain_reports_a_request_without_limits(call: Callable[..., tuple[int, str, str]], folder: Path) -> None:
     (folder / "few.yaml").write_text("limits: [{path: /a, by: ip, bucket: 1/second}]")
     assert call("explain", "few.yaml", "GET", "/b")[1].endswith("\nno limit: the request passes and is not counted\n")
 
@@ -575,7 +632,7 @@ def test_without_the_secret_hashes_are_said_to_differ(
         (f"{HASH}\n", ["--secret-file", "secret.txt"], {}),
     ],
 )
-def test_a_key_is_hashed_as_the_app_does(
+def test_key_is_hashed_as_the_app_does(
     call: Callable[..., tuple[int, str, str]],
     monkeypatch: pytest.MonkeyPatch,
     text: str,
@@ -601,11 +658,11 @@ def test_what_can_be_no_key_is_refused_and_not_shown(
 # ------------------------------------------------------------------ the other commands
 
 
-def test_the_schema_is_the_loaders_own(call: Callable[..., tuple[int, str, str]]) -> None:
+def test_schema_is_the_loaders_own(call: Callable[..., tuple[int, str, str]]) -> None:
     assert json.loads(call("schema")[1]) == json_schema()
 
 
-def test_the_demonstration_is_the_same(run: Callable[..., Any]) -> None:
+def test_demonstration_is_the_same(run: Callable[..., Any]) -> None:
     def settled(shown: str) -> str:
         return re.sub(r"passes in [\d.]+ s", "passes in a while", shown)
 
@@ -654,7 +711,7 @@ def test_colours_are_for_terminals_that_want_them(folder: Path, run: Callable[..
     assert run(*question, FORCE_COLOR="1", NO_COLOR="1").stdout == plain
 
 
-def test_a_terminal_shows_the_place_of_a_mistake(folder: Path) -> None:
+def test_terminal_shows_the_place_of_a_mistake(folder: Path) -> None:
     told = shown(folder, "check", "slips.yaml", code=1)
     assert "\x1b[31m" in told
     first, *lines = ESCAPE.sub("", told).splitlines()
@@ -663,12 +720,12 @@ def test_a_terminal_shows_the_place_of_a_mistake(folder: Path) -> None:
     assert lines == [
         "  2 |   - {by: ip, bukcet: 10/minute}",
         "                   ^",
-        "  3 |   - {name: exports, by: user, bucket: 1000/month}",
+        "  3 |   - {name: exports, by: user, bucket: 1000/2 months}",
         "                                            ^",
     ]
 
 
-def test_a_terminal_shows_the_place_of_a_warning(folder: Path) -> None:
+def test_terminal_shows_the_place_of_a_warning(folder: Path) -> None:
     told = shown(folder, "check", "odd.yaml", NO_COLOR="1").splitlines()
     assert told[-3:] == [f"  1 | {ODD}", "               ^", "odd.yaml: valid: 1 limit"]
 
@@ -705,7 +762,7 @@ def test_no_key_is_shown_beside_a_mistake(folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
-def test_a_table_keeps_to_the_window(folder: Path, run: Callable[..., Any], columns: int) -> None:
+def test_table_keeps_to_the_window(folder: Path, run: Callable[..., Any], columns: int) -> None:
     question = ("explain", "shop.yaml", "GET", "/search", "--tenant", "acme", "--at", "2097-01-01T00:00:00Z")
     wrapped = shown(folder, *question, columns=columns, NO_COLOR="1")
     assert max(map(len, wrapped.splitlines())) <= columns
@@ -719,7 +776,7 @@ def test_what_a_terminal_would_obey_is_spelled_out(folder: Path) -> None:
     assert "user a\\x07b" in told
 
 
-def test_a_key_is_asked_for_and_not_echoed(folder: Path) -> None:
+def test_key_is_asked_for_and_not_echoed(folder: Path) -> None:
     with PseudoTerminal(folder, "hash-key", "--secret-file", "secret.txt") as terminal:
         terminal.until("API key: ")
         terminal.type(f"{KEY}\n")
@@ -729,7 +786,7 @@ def test_a_key_is_asked_for_and_not_echoed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "code"), [("\x03", 130), ("\x04", 2)], ids=["interrupt", "end of input"])
-def test_whoever_gives_no_key_sees_no_traceback(folder: Path, key: str, code: int) -> None:
+def test_missing_key_prints_no_traceback(folder: Path, key: str, code: int) -> None:
     with PseudoTerminal(folder, "hash-key", "--secret-file", "secret.txt") as terminal:
         terminal.until("API key: ")
         if key == "\x03":
@@ -752,7 +809,7 @@ cells = st.lists(words, max_size=6).map(" ".join)
     ),
     width=st.none() | st.integers(1, 120),
 )
-def test_a_table_loses_nothing_and_is_as_narrow_as_it_can_be(rows: list[list[str]], width: int | None) -> None:
+def test_table_loses_nothing_and_is_as_narrow_as_it_can_be(rows: list[list[str]], width: int | None) -> None:
     lines = table(rows, width=width)
     count = len(rows[0])
     assert sorted("".join(lines).replace(" ", "")) == sorted("".join(map("".join, rows)).replace(" ", ""))
@@ -776,7 +833,7 @@ def transcripts() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("command", "shown"), transcripts(), ids=[command for command, _ in transcripts()])
-def test_the_page_shows_what_is_printed(folder: Path, tmp_path: Path, command: str, shown: str) -> None:
+def test_page_shows_what_is_printed(folder: Path, tmp_path: Path, command: str, shown: str) -> None:
     for text in (*documented("yaml"), *documented("text")):
         if name := re.match(r"# (\w+\.yaml)\n", text):
             (tmp_path / name[1]).write_text(text)

@@ -7,14 +7,15 @@ import json
 import os
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import headgate
 from headgate import speedups
 from headgate.cli.check import EXIT_UNREADABLE
-from headgate.cli.options import Parser, add_secret_option, describe
+from headgate.cli.options import SECRET_FILE, Parser, add_command, read_api_key, read_secret
 from headgate.cli.terminal import RED, Terminal
 from headgate.errors import HeadgateError, InvalidInput
+from headgate.gate.base import SECRET_VARIABLE
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -26,25 +27,12 @@ EXIT_INTERRUPTED: Final = 130
 EXIT_BROKEN_PIPE: Final = 141
 """The exit codes that shells use for SIGINT and SIGPIPE."""
 
-MODULES: Final = {
-    "check": "check",
-    "explain": "explain",
-    "why": "why",
-    "who": "who",
-    "override": "overrides",
-    "block": "blocks",
-    "tier": "tiers",
-    "reset": "reset",
-    "tail": "tail",
-    "top": "top",
-    "audit": "audit",
-    "policy": "policies",
-    "token": "tokens",
-    "admin": "admin",
-    "completion": "completion",
-}
-"""The modules of commands, with ABOUT, EXAMPLES, add_arguments() and run() unless all its actions have their own. Only
-the module of the command that runs is imported."""
+COMMANDS: Final = (
+    "check", "explain", "replay", "suggest", "simulate", "why", "who", "override", "block", "tier", "reset", "tail",
+    "top", "regions", "audit", "policy", "scripts", "ledger", "token", "admin", "serve", "completion",
+)  # fmt: skip
+"""The commands. The module of each has run() and OPTIONS, or ACTIONS, a table of functions with their options; the
+docstrings are the help. Only the module of the command that runs is imported."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     try:
         words = [*(sys.argv[1:] if argv is None else argv)]
-        only = words[0] if words and words[0] in (*MODULES, *_SIMPLE) else None
+        only = words[0] if words and words[0] in (*COMMANDS, *_SIMPLE) else None
         arguments = build_parser(only=only).parse_args(words)
     except SystemExit as ended:  # argparse has printed the reason
         return int(ended.code or 0)
@@ -101,25 +89,28 @@ def build_parser(*, only: str | None = None) -> ArgumentParser:
     version = f"headgate {headgate.__version__} ({speedups.describe()})"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, file in MODULES.items():
+    for name in COMMANDS:
         if only in (None, name):
-            module = import_module(f"headgate.cli.{file}")
-            command = commands.add_parser(name, **describe(module.ABOUT, module.EXAMPLES))
-            command.set_defaults(run=getattr(module, "run", None))
-            module.add_arguments(command)
-    for name, (run, about, examples) in _SIMPLE.items():
+            module = import_module(f"headgate.cli.{name}")
+            run = getattr(module, "run", None)
+            command = add_command(commands, name, run, module.__doc__, getattr(module, "OPTIONS", ()))
+            if actions := getattr(module, "ACTIONS", {}):
+                title, metavar = ("actions", "ACTION") if run is None else ("other actions", "")
+                inner = command.add_subparsers(title=title, metavar=metavar, required=run is None)
+                for action, (function, *options) in actions.items():
+                    add_command(inner, action, function, function.__doc__, options)
+                command.actions, command.default_action = [*actions], getattr(module, "DEFAULT_ACTION", None)
+    for name, (run, *options) in _SIMPLE.items():
         if only in (None, name):
-            command = commands.add_parser(name, **describe(about, examples))
-            command.set_defaults(run=run)
-            if name == "hash-key":
-                add_secret_option(command)
+            add_command(commands, name, run, run.__doc__, options)
     return parser
 
 
-# ------------------------------------------------------------------ commands without a module
-
-
 def _print_schema(arguments: Namespace, out: Terminal, err: Terminal) -> int:
+    """Print the JSON Schema of policies, for editors.
+
+    headgate schema > policy.schema.json
+    """
     from headgate.policy.schema import json_schema
 
     out.print(json.dumps(json_schema(), indent=2))
@@ -127,30 +118,34 @@ def _print_schema(arguments: Namespace, out: Terminal, err: Terminal) -> int:
 
 
 def _hash_key(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    from headgate.cli.request import SECRET_VARIABLE, read_api_key, read_secret
+    """Print the hash of an API key, to use in policies.
+
+    headgate hash-key --secret-file secret.txt < key.txt
+    HEADGATE_SECRET=... headgate hash-key
+    """
     from headgate.policy.api_keys import ApiKeyHasher
 
     secret = read_secret(arguments.secret_file)
     if secret is None:
         raise InvalidInput(f"no secret to hash keys with: give --secret-file, or set {SECRET_VARIABLE}, as in the app")
-    hasher = ApiKeyHasher(secret)
-    out.print(hasher.fingerprint(read_api_key()))
+    out.print(ApiKeyHasher(secret).fingerprint(read_api_key()))
     return 0
 
 
 def _run_demo(arguments: Namespace, out: Terminal, err: Terminal) -> int:
+    """Compare the seven algorithms on the same requests.
+
+    headgate demo
+    """
     from headgate import demo
 
     demo.main()
     return 0
 
 
-_SIMPLE: Final = {
-    "schema": (_print_schema, "print the JSON Schema of policies, for editors", "headgate schema > policy.schema.json"),
-    "hash-key": (
-        _hash_key,
-        "print the hash of an API key, to use in policies",
-        "headgate hash-key --secret-file secret.txt < key.txt\nHEADGATE_SECRET=... headgate hash-key",
-    ),
-    "demo": (_run_demo, "compare the seven algorithms on the same requests", "headgate demo"),
+_SIMPLE: Final[dict[str, tuple[Any, ...]]] = {
+    "schema": (_print_schema,),
+    "hash-key": (_hash_key, SECRET_FILE),
+    "demo": (_run_demo,),
 }
+"""The commands without a module, with their options."""

@@ -1,4 +1,16 @@
-"""`headgate admin`: runs the admin server, and creates tokens for it."""
+"""Run the admin server: its API and pages, on a separate port.
+
+headgate admin --config sqlite:///headgate.db --store redis://127.0.0.1:6379/0
+headgate admin --config postgresql://db/headgate --log sqlite:///decisions.db --port 8001
+headgate admin --host 0.0.0.0 --cert cert.pem --key key.pem --name admin.example.org
+headgate admin token ada --role support --days 30 --config sqlite:///headgate.db
+
+The first start prints a token, once, if the output is a terminal. If not,
+it writes the token to a private file and prints the path. If all tokens are
+lost, create another with access to the config store, as in the last example.
+
+exit code: 0 stopped by a signal, 2 invalid call
+"""
 
 from __future__ import annotations
 
@@ -8,119 +20,75 @@ import os
 import signal
 import tempfile
 from argparse import SUPPRESS
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.cli.options import ROLES, add_secret_option
-from headgate.cli.request import read_file, read_secret
-from headgate.cli.terminal import BOLD, YELLOW
+from headgate.cli.options import ROLES, SECRET_FILE, option, read_file, read_secret
+from headgate.cli.terminal import BOLD, YELLOW, Terminal
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
+    from argparse import Namespace
 
-    from headgate.cli.terminal import Terminal
     from headgate.control.admin import Token
+    from headgate.quotas import Ledger
 
-__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
-
-ABOUT = "run the admin server: its API and pages, on a separate port"
-EXAMPLES = """
-    headgate admin --config sqlite:///headgate.db --store redis://127.0.0.1:6379/0
-    headgate admin --config postgresql://db/headgate --log sqlite:///decisions.db --port 8001
-    headgate admin --host 0.0.0.0 --cert cert.pem --key key.pem --name admin.example.org
-    headgate admin token ada --role support --days 30 --config sqlite:///headgate.db
-
-    The first start prints a token, once, if the output is a terminal. If not,
-    it writes the token to a private file and prints the path. If all tokens are
-    lost, create another with access to the config store, as in the last example.
-
-    exit code: 0 stopped by a signal, 2 invalid call
-"""
+__all__ = ["ACTIONS", "OPTIONS", "run"]
 
 DEFAULT_CONFIG: Final = "sqlite:///headgate.db"
+CONFIG_HELP: Final = f"the config store: sqlite:///headgate.db, postgresql://host/name; default: {DEFAULT_CONFIG}"
 NEXT_STEP: Final = "Create a token for each person who needs one, with the role they need."
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    _add_config(parser, DEFAULT_CONFIG)
-    parser.add_argument("--store", metavar="URL", help="the store of the gates; without it, usage is unknown")
-    parser.add_argument(
+OPTIONS = (
+    option("--config", metavar="URL", default=DEFAULT_CONFIG, help=CONFIG_HELP),
+    option("--store", metavar="URL", help="the store of the gates; without it, usage is unknown"),
+    option(
         "--log",
         metavar="URL",
         help="decision log: sqlite:///decisions.db, clickhouse://host/database; default: beside an SQLite --config",
-    )
-    parser.add_argument("--namespace", default="headgate", help="prefix of keys in the store; default: %(default)s")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: %(default)s")
-    parser.add_argument("--port", type=int, default=8001, help="default: %(default)s")
-    parser.add_argument("--name", action="append", default=[], help="another host name of the server; may be repeated")
-    parser.add_argument("--cert", metavar="FILE", help="TLS certificate; needs --key")
-    parser.add_argument("--key", metavar="FILE", help="private key of the certificate")
-    parser.add_argument("--behind-tls", action="store_true", help="a proxy in front of this server terminates TLS")
-    parser.add_argument(
+    ),
+    option("--ledger", metavar="URL", help="the ledger of quotas; default: the variable HEADGATE_LEDGER, or none"),
+    option("--namespace", default="headgate", help="prefix of keys in the store; default: %(default)s"),
+    option("--host", default="127.0.0.1", help="address to listen on; default: %(default)s"),
+    option("--port", type=int, default=8001, help="default: %(default)s"),
+    option("--name", action="append", default=[], help="another host name of the server; may be repeated"),
+    option("--cert", metavar="FILE", help="TLS certificate; needs --key"),
+    option("--key", metavar="FILE", help="private key of the certificate"),
+    option("--behind-tls", action="store_true", help="a proxy in front of this server terminates TLS"),
+    option(
         "--proxy",
         metavar="NETWORK",
         action="append",
         default=[],
         help="trust X-Forwarded-For from this network; may be repeated",
-    )
-    parser.add_argument(
-        "--webhook", metavar="URL", help="receives anomalies: clients with ten times their usual traffic"
-    )
-    parser.add_argument("--webhook-secret-file", metavar="FILE", help="file with the secret that signs these messages")
-    parser.set_defaults(command_of_admin=None)
-    commands = parser.add_subparsers(title="instead of serving", metavar="")
-    token = commands.add_parser(
-        "token",
-        help="create a token in the config store",
-        description="Create a token directly in the config store. Needs access to it, but no other token.",
-        allow_abbrev=False,
-    )
-    token.add_argument("token_name", metavar="NAME", help="person or program that the token is for")
-    token.add_argument("--role", choices=ROLES, required=True, help="role of the token")
-    token.add_argument("--days", type=int, default=90, help="validity; default: %(default)s")
-    token.set_defaults(command_of_admin="token")
-    _add_config(token, SUPPRESS)  # a default here would override an option before `token`
-    add_secret_option(parser)
+    ),
+    option("--webhook", metavar="URL", help="receives anomalies: clients with ten times their usual traffic"),
+    option("--webhook-secret-file", metavar="FILE", help="file with the secret that signs these messages"),
+    SECRET_FILE,
+)
 
 
-def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    if arguments.command_of_admin == "token":
-        return _create_token(arguments, out, err)
-    return _serve(arguments, err)
+def create_token(arguments: Namespace, out: Terminal, err: Terminal) -> int:
+    """Create a token in the config store.
 
+    headgate admin token ada --role support --days 30 --config sqlite:///headgate.db
 
-def _add_config(parser: ArgumentParser, default: str) -> None:
-    parser.add_argument(
-        "--config",
-        metavar="URL",
-        default=default,
-        help=f"the config store: sqlite:///headgate.db, postgresql://host/name; default: {DEFAULT_CONFIG}",
-    )
-
-
-# ------------------------------------------------------------------ tokens
-
-
-def _create_token(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    """Print the token alone to standard output, so that it can be redirected to a file."""
+    Needs access to the config store, but no other token.
+    """
     from headgate.control.admin import Tokens
     from headgate.control.config import ConfigStore
     from headgate.control.service.models import Actor
     from headgate.control.service.service import AdminService
 
     by = f"{_user()} at the command line"
-    tokens, store = Tokens(arguments.config), ConfigStore(arguments.config)
-    service = AdminService(store, secret=read_secret(arguments.secret_file))
-    tokens.check_name = service.refuse_keys
-    try:
+    with closing(Tokens(arguments.config)) as tokens, closing(ConfigStore(arguments.config)) as store:
+        service = AdminService(store, secret=read_secret(arguments.secret_file))
+        tokens.check_name = service.refuse_keys
         token, text = tokens.make(arguments.token_name, arguments.role, by=by, days=arguments.days)
         service.audit.record(Actor(by, "admin"), "made token", f"{token.name} ({token.role}, {token.id})")
-    finally:
-        tokens.close()
-        store.close()
+    # The token alone goes to standard output, so that it can be redirected to a file.
     err.print(f"Token for {token.name}, role {token.role}, valid until {_day(token)}. It is shown once:")
     out.print(text)
     return 0
@@ -137,10 +105,19 @@ def _day(token: Token) -> str:
     return f"{datetime.fromtimestamp(token.expires_us / 1_000_000, UTC):%Y-%m-%d}"
 
 
-# ------------------------------------------------------------------ the server
+ACTIONS = {
+    "token": (
+        create_token,
+        option("token_name", metavar="NAME", help="person or program that the token is for"),
+        option("--role", choices=ROLES, required=True, help="role of the token"),
+        option("--days", type=int, default=90, help="validity; default: %(default)s"),
+        # A default here would override an option before `token`.
+        option("--config", metavar="URL", default=SUPPRESS, help=CONFIG_HELP),
+    )
+}
 
 
-def _serve(arguments: Namespace, err: Terminal) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     from headgate.control.admin import AdminServer, Tokens
     from headgate.control.anomalies.detector import AnomalyLog
     from headgate.control.config import ConfigStore, default_decision_log_url
@@ -149,31 +126,23 @@ def _serve(arguments: Namespace, err: Terminal) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     secret = read_secret(arguments.secret_file)
     with ExitStack() as stack:
-        store = ConfigStore(arguments.config, secret=secret)
-        stack.callback(store.close)
-        tokens = Tokens(arguments.config)
-        stack.callback(tokens.close)
+        store = stack.enter_context(closing(ConfigStore(arguments.config, secret=secret)))
+        tokens = stack.enter_context(closing(Tokens(arguments.config)))
         fleet = _fleet(arguments, stack)
         log = arguments.log or default_decision_log_url(arguments.config)
-        service = AdminService(store, log=log, secret=secret, anomalies=AnomalyLog(store), **fleet)
-        server = AdminServer(
-            service,
-            tokens,
-            host=arguments.host,
-            port=arguments.port,
-            cert=arguments.cert,
-            key=arguments.key,
-            behind_tls=arguments.behind_tls,
-            names=arguments.name,
-            proxies=arguments.proxy,
-            watchers=_watchers(arguments, fleet, store),
-        )
+        ledger = _open_ledger(arguments, stack)
+        service = AdminService(store, log=log, secret=secret, anomalies=AnomalyLog(store), ledger=ledger, **fleet)
+        same = {name: getattr(arguments, name) for name in ("host", "port", "cert", "key", "behind_tls")}
+        watchers = [*_watchers(arguments, fleet, store), *service.watchers()]
+        server = AdminServer(service, tokens, names=arguments.name, proxies=arguments.proxy, watchers=watchers, **same)
         if arguments.behind_tls and not arguments.proxy:
             err.print(
                 f"{err.paint('note:', YELLOW)} without --proxy, all clients behind the proxy share one address and its "
                 "limits for failed sign-ins; valid tokens are still accepted"
             )
-        _welcome(server, tokens, err, _directory(arguments.config))
+        # The directory of an SQLite config store, else the current one.
+        scheme, _, path = arguments.config.partition(":///")
+        _welcome(server, tokens, err, Path(path).parent if scheme.startswith("sqlite") and path else Path())
         # uvicorn stops on either signal and raises it again; as KeyboardInterrupt, it lets the stack close everything.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
@@ -181,18 +150,25 @@ def _serve(arguments: Namespace, err: Terminal) -> int:
     return 0
 
 
+def _open_ledger(arguments: Namespace, stack: ExitStack) -> Ledger | None:
+    if not (url := arguments.ledger or os.environ.get("HEADGATE_LEDGER")):
+        return None
+    from headgate.quotas import Ledger
+
+    return stack.enter_context(closing(Ledger(url, author="admin server")))
+
+
 def _fleet(arguments: Namespace, stack: ExitStack) -> dict[str, Any]:
     """The counters and node statuses in the store of the gates."""
+    namespace = arguments.namespace
     if arguments.store is None:
-        return {}
+        return {"namespace": namespace}
     from headgate import Limiter
     from headgate.telemetry.fleet.status_store import open_status_store
 
-    counters = Limiter(arguments.store, namespace=arguments.namespace)
-    stack.callback(counters.close)
-    status_store = open_status_store(arguments.store, namespace=arguments.namespace)
-    stack.callback(status_store.close)
-    return {"counters": counters, "status_store": status_store}
+    counters = stack.enter_context(closing(Limiter(arguments.store, namespace=namespace)))
+    status_store = stack.enter_context(closing(open_status_store(arguments.store, namespace=namespace)))
+    return {"counters": counters, "status_store": status_store, "namespace": namespace}
 
 
 def _watchers(arguments: Namespace, fleet: dict[str, Any], store: Any) -> list[Any]:
@@ -219,27 +195,17 @@ def _welcome(server: Any, tokens: Any, err: Terminal, directory: Path) -> None:
     if made is None:
         err.print("Sign in there with a token. If all are lost: headgate admin token NAME --role admin")
     elif err.is_terminal:
-        err.print(
-            "",
-            f"This is the first start. This admin token is valid until {_day(made.token)} and shown once:",
-            "",
-            f"    {err.paint(made.text, BOLD)}",
-            "",
-            "Or sign in with this link, once, within ten minutes:",
-            "",
-            f"    {server.link(made.token)}",
-            "",
-            NEXT_STEP,
-            "",
-        )
+        first = f"This is the first start. This admin token is valid until {_day(made.token)} and shown once:"
+        token, link = f"    {err.paint(made.text, BOLD)}", f"    {server.link(made.token)}"
+        err.print("", first, "", token, "", "Or sign in with this link, once, within ten minutes:", "", link)
+        err.print("", NEXT_STEP, "")
     else:
         file = _save(made.text, directory)
-        err.print(
-            f"This is the first start. An admin token, valid until {_day(made.token)}, is in {file}"
-            if file is not None
-            else "This is the first start. Create a token with: headgate admin token NAME --role admin",
-            f"{NEXT_STEP} Delete the file." if file is not None else NEXT_STEP,
-        )
+        if file is None:
+            err.print("This is the first start. Create a token with: headgate admin token NAME --role admin", NEXT_STEP)
+        else:
+            err.print(f"This is the first start. An admin token, valid until {_day(made.token)}, is in {file}")
+            err.print(f"{NEXT_STEP} Delete the file.")
 
 
 def _save(token: str, directory: Path) -> str | None:
@@ -251,9 +217,3 @@ def _save(token: str, directory: Path) -> str | None:
                 out.write(f"{token}\n")
             return file
     return None
-
-
-def _directory(config: str) -> Path:
-    """The directory of an SQLite config store, else the current directory."""
-    scheme, _, path = config.partition(":///")
-    return Path(path).parent if scheme.startswith("sqlite") and path else Path()

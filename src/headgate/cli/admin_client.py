@@ -20,16 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
-    "EXIT_REFUSED",
-    "EXIT_UNCONFIRMED",
-    "EXIT_UNREACHABLE",
-    "AdminClient",
-    "AdminError",
-    "AdminResponse",
-    "ConfirmationRequired",
-    "build_path",
-    "is_loopback",
-]
+    "EXIT_REFUSED", "EXIT_UNCONFIRMED", "EXIT_UNREACHABLE", "AdminClient", "AdminError", "AdminResponse",
+    "ConfirmationRequired", "build_path", "is_loopback",
+]  # fmt: skip
 
 EXIT_REFUSED: Final = 1
 EXIT_UNREACHABLE: Final = 2
@@ -42,7 +35,6 @@ MAX_RETRY_AFTER_S: Final = 60.0
 MAX_RESPONSE_BYTES: Final = 64 * 1024 * 1024
 RETRY_DELAY_S: Final = 0.5
 """After a broken connection, and while the server still works on the first attempt."""
-MAX_ATTEMPTS: Final = 2
 
 _HEADER_SAFE: Final = "".join(map(chr, range(32, 127))).replace("%", "")
 
@@ -86,7 +78,6 @@ class AdminClient:
         self._opener = urllib.request.build_opener(*handlers)
 
     def get(self, path: str, **query: Any) -> Any:
-        """The body of a GET response."""
         return self.request("GET", path, query=query).body
 
     def request(
@@ -106,21 +97,22 @@ class AdminClient:
         target = f"{self.url}/api/v1/{path}"
         if parameters := {name: value for name, value in (query or {}).items() if value is not None}:
             target = f"{target}?{urlencode(parameters, doseq=True)}"
-        headers = {"Authorization": f"Bearer {self._token}", "Accept": "application/json"}
         data = None if body is None else json.dumps(body).encode()
-        if data is not None:
-            headers["Content-Type"] = "application/json"
-        if method != "GET":
-            headers["Idempotency-Key"] = secrets.token_hex(16)
-        if based_on is not None:
-            headers["If-Match"] = f'"{based_on}"'
-        if reason is not None:
-            headers["Headgate-Reason"] = quote(reason, safe=_HEADER_SAFE)
-        request = urllib.request.Request(target, data, headers, method=method)
+        headers = {
+            "Authorization": f"Bearer {self._token}",
+            "Accept": "application/json",
+            "Content-Type": None if data is None else "application/json",
+            "Idempotency-Key": None if method == "GET" else secrets.token_hex(16),
+            "If-Match": None if based_on is None else f'"{based_on}"',
+            "Headgate-Reason": None if reason is None else quote(reason, safe=_HEADER_SAFE),
+        }
+        given = {name: value for name, value in headers.items() if value is not None}
+        request = urllib.request.Request(target, data, given, method=method)
         for is_last in (False, True):
             try:
                 with self._opener.open(request, timeout=TIMEOUT_S) as response:
-                    return AdminResponse(_read(response, self.url), _version(response.headers.get("ETag")))
+                    version = (response.headers.get("ETag") or "").strip('"')
+                    return AdminResponse(_read(response, self.url), int(version) if version.isdigit() else None)
             except urllib.error.HTTPError as refusal:
                 with refusal:
                     problem = _problem(refusal)
@@ -213,11 +205,9 @@ def _error(status: int, problem: dict[str, Any], url: str) -> AdminError:
         listed = "\n  ".join(("refused:", first, *more)) if more else first
         return AdminError(listed, code=EXIT_REFUSED, status=status)
     detail = f"{problem.get('detail') or problem.get('title') or status}".rstrip(".")
-    if remedy := _REMEDIES.get(status):
-        return AdminError(
-            f"{detail}: {remedy}", code=EXIT_UNREACHABLE if status in (401, 500, 503) else EXIT_REFUSED, status=status
-        )
-    return AdminError(detail, code=EXIT_REFUSED, status=status)
+    detail = f"{detail}: {_REMEDIES[status]}" if status in _REMEDIES else detail
+    code = EXIT_UNREACHABLE if status in (401, 500, 503) else EXIT_REFUSED
+    return AdminError(detail, code=code, status=status)
 
 
 def _kind(problem: dict[str, Any]) -> str:
@@ -240,8 +230,3 @@ def _unreachable(why: Any, url: str) -> AdminError:
         f"no admin server at {url}: {cause}. Start one with `headgate admin`, or give its URL with --admin or "
         "HEADGATE_ADMIN"
     )
-
-
-def _version(tag: str | None) -> int | None:
-    version = (tag or "").strip('"')
-    return int(version) if version.isdigit() else None

@@ -1,63 +1,53 @@
-"""`headgate check`: validates policy files."""
+"""Check policy files, and show where they are wrong.
+
+headgate check policy.yaml
+headgate check --strict policies/*.yaml
+headgate check --json policy.yaml
+headgate check --envoy ratelimit/*.yaml
+
+exit code: 0 all valid, 1 invalid policy, 2 unreadable file
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
-from headgate.cli.options import POLICY_FILE, add_json_option
-from headgate.cli.terminal import BOLD, DIM, GREEN, RED, YELLOW
+from headgate.cli.options import JSON, POLICY_FILE, option
+from headgate.cli.terminal import BOLD, DIM, GREEN, RED, YELLOW, Terminal
 from headgate.errors import InvalidInput, InvalidPolicy
 from headgate.policy.api_keys import ApiKeyHasher
 from headgate.policy.loader import UnreadablePolicy, decoded, file_content, load
+from headgate.policy.region_settings import has_plain_password
 from headgate.policy.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
+    from argparse import Namespace
 
-    from headgate.cli.terminal import Terminal
     from headgate.policy.model import Policy
 
-__all__ = [
-    "ABOUT",
-    "EXAMPLES",
-    "EXIT_UNREADABLE",
-    "CheckReport",
-    "add_arguments",
-    "check_file",
-    "print_problems",
-    "run",
-]
+__all__ = ["EXIT_UNREADABLE", "OPTIONS", "CheckReport", "check_file", "print_problems", "run"]
 
-ABOUT = "check policy files, and show where they are wrong"
-EXAMPLES = """
-    headgate check policy.yaml
-    headgate check --strict policies/*.yaml
-    headgate check --json policy.yaml
-
-    exit code: 0 all valid, 1 invalid policy, 2 unreadable file
-"""
-
+OPTIONS = (
+    option("files", nargs="+", metavar="FILE", help=POLICY_FILE),
+    option("--strict", action="store_true", help="treat warnings as errors"),
+    option("--envoy", action="store_true", help="the files are those of envoyproxy/ratelimit, checked together"),
+    JSON,
+)
 EXIT_INVALID: Final = 1
 EXIT_UNREADABLE: Final = 2
 
 _LOCATION: Final = re.compile(r":(\d+):(\d+): (.*)", re.DOTALL)
-_NAMES_KEY: Final = re.compile(r"""api_key["']?\s*[:=]""")
+_HAS_SECRET: Final = re.compile(r"""api_key["']?\s*[:=]|://[^/\s]*@""")
 _SUPPLIED: Final = frozenset({"ip", "subnet", "api_key", "client", "endpoint", "user"})
 """Identities that adapters extract without the app's help; users, where the framework authenticates them."""
 
-_SECTIONS: Final = {
-    "limits": "rules",
-    "routes": "routes",
-    "tiers": "tiers",
-    "clients": "clients",
-    "overrides": "overrides",
-    "blocks": "blocked",
-}
+_SECTIONS: Final = ("limits", "routes", "tiers", "clients", "overrides", "blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +71,6 @@ class CheckProblem:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The result of checking a file."""
-
     file: str
     problems: tuple[CheckProblem, ...] = ()
     policy: Policy | None = None
@@ -113,21 +101,29 @@ class CheckReport:
                 f"{_count(plain, 'API key')} in plain text: write {'its hash' if plain == 1 else 'their hashes'} "
                 "instead; see `headgate hash-key`"
             )
+        settings = self.policy.regions
+        shared = sorted({limit.region for limit in self.policy.region_limits})
+        if shared and (settings is None or not settings.stores):
+            notes.append(
+                f"limits are {' or '.join(shared)}, and the policy has no regions: the app must give region=, regions= "
+                "and home="
+            )
+        if settings is not None and any(map(has_plain_password, settings.stores.values())):
+            notes.append("a password in plain text under regions: write an environment variable, like ${EU_PASSWORD}")
         return notes
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of entries by section."""
-        return {section: len(getattr(self.policy, name)) for section, name in _SECTIONS.items() if self.policy}
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", metavar="FILE", help=POLICY_FILE)
-    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
-    add_json_option(parser)
+        policy = self.policy
+        if policy is None:
+            return {}
+        sections = (policy.rules, policy.routes, policy.tiers, policy.clients, policy.overrides, policy.blocked)
+        return dict(zip(_SECTIONS, map(len, sections), strict=True))
 
 
 def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
+    if arguments.envoy:
+        return _check_envoy(arguments, out, err)
     reports, strict = [check_file(file) for file in arguments.files], arguments.strict
     if arguments.json:
         out.print(json.dumps([_as_dict(report, strict=strict) for report in reports], indent=2))
@@ -140,8 +136,31 @@ def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     return max(report.code(strict=strict) for report in reports)
 
 
+def _check_envoy(arguments: Namespace, out: Terminal, err: Terminal) -> int:
+    """Check configuration files of envoyproxy/ratelimit as `headgate serve` reads them: the first problem ends it."""
+    from headgate.server.envoy.config import ConfigError, load
+    from headgate.server.envoy.settings import ServiceSettings
+
+    problem, rules, domains = None, 0, 0
+    try:
+        texts = [(file, decoded(file_content(file), file)) for file in arguments.files]
+        configuration = load(texts, merge_domains=ServiceSettings.from_env(os.environ).merge_domain_config)
+        rules, domains = len([*configuration.rules()]), len(configuration.domains)
+    except UnreadablePolicy as error:
+        err.print(f"{error}")
+        return EXIT_UNREADABLE
+    except ConfigError as error:
+        problem = f"{error}"
+    if arguments.json:
+        out.print(json.dumps({"good": problem is None, "rules": rules, "domains": domains, "problem": problem}))
+    elif problem is not None:
+        err.print(problem)
+    else:
+        out.print(f"{out.paint('valid', GREEN)}: {_count(rules, 'rule')} in {_count(domains, 'domain')}")
+    return EXIT_INVALID if problem is not None else 0
+
+
 def check_file(file: str) -> CheckReport:
-    """Load a policy file and collect its problems."""
     try:
         policy = load(file)
         # A gate also builds a snapshot, which can find further problems.
@@ -173,8 +192,8 @@ def _excerpt(lines: list[str], problem: CheckProblem, err: Terminal) -> list[str
     if problem.line is None or problem.column is None or not 0 < problem.line <= len(lines) or err.width is None:
         return []
     line = lines[problem.line - 1]
-    if any(map(_NAMES_KEY.search, lines[max(0, problem.line - 2) : problem.line])):
-        return []  # never print an API key
+    if any(map(_HAS_SECRET.search, lines[max(0, problem.line - 2) : problem.line])):
+        return []  # never print an API key or the password in a URL
     room = max(20, err.width - len(f"{problem.line}") - 5)
     start = max(0, problem.column - room // 2) if len(line) > room else 0
     shown = "".join([char if char.isprintable() else " " for char in line[start : start + room]])

@@ -1,31 +1,31 @@
-"""`headgate completion`: shell completion scripts, generated from the argument parser."""
+"""Print a shell completion script.
+
+headgate completion bash > ~/.local/share/bash-completion/completions/headgate
+headgate completion zsh > ~/.zfunc/_headgate
+headgate completion fish > ~/.config/fish/completions/headgate.fish
+"""
 
 from __future__ import annotations
 
-from argparse import SUPPRESS
+from argparse import SUPPRESS, ArgumentParser
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from headgate.cli.options import option
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
-    from collections.abc import Iterator
+    from argparse import Namespace
+    from collections.abc import Callable, Iterator
 
     from headgate.cli.terminal import Terminal
 
-__all__ = ["ABOUT", "EXAMPLES", "SCRIPTS", "CompletionPoint", "add_arguments", "completion_points", "run"]
-
-ABOUT = "print a shell completion script"
-EXAMPLES = """
-    headgate completion bash > ~/.local/share/bash-completion/completions/headgate
-    headgate completion zsh > ~/.zfunc/_headgate
-    headgate completion fish > ~/.config/fish/completions/headgate.fish
-"""
+__all__ = ["OPTIONS", "SCRIPTS", "CompletionPoint", "completion_points", "run"]
 
 FILE: Final = "FILE"
 """The metavar of options and arguments that take a file."""
 
 
-class Option(NamedTuple):
+class CompletionOption(NamedTuple):
     name: str
     about: str
     takes: tuple[str, ...] | str | None
@@ -37,15 +37,23 @@ class CompletionPoint(NamedTuple):
 
     path: tuple[str, ...]
     commands: dict[str, str]
-    """Subcommands with their descriptions."""
-    options: tuple[Option, ...]
+    options: tuple[CompletionOption, ...]
     arguments: tuple[str, ...]
-    """Choices of positional arguments."""
     takes_files: bool
 
+    @property
+    def key(self) -> str:
+        """Each command preceded by a space, so that no path is a prefix of another."""
+        return "".join([f" {name}" for name in self.path])
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("shell", choices=tuple(SCRIPTS), help="the shell")
+    @property
+    def words(self) -> dict[str, str]:
+        """All words that may follow, with their descriptions."""
+        return {
+            **self.commands,
+            **dict.fromkeys(self.arguments, ""),
+            **{each.name: each.about for each in self.options},
+        }
 
 
 def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
@@ -58,7 +66,7 @@ def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
 def completion_points(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[CompletionPoint]:
     """The commands of a parser, in depth-first order."""
     commands: dict[str, str] = {}
-    options: list[Option] = []
+    options: list[CompletionOption] = []
     words: list[str] = []
     inner: dict[str, ArgumentParser] = {}
     takes_files = False
@@ -72,9 +80,10 @@ def completion_points(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Ite
             abouts = {each.dest: each.help or "" for each in subactions}
             commands = {name: abouts.get(name, "") for name in inner}
         elif action.option_strings:
-            takes = None if action.nargs == 0 else _values(action)
-            about = _brief(formatter._expand_help(action)) if action.help else ""  # noqa: SLF001 - as --help says it
-            options += [Option(name, about, takes) for name in action.option_strings]
+            takes: tuple[str, ...] | str | None = FILE if action.metavar == FILE else None if action.nargs == 0 else ""
+            takes = takes if action.choices is None else tuple(map(str, action.choices))
+            about = formatter._expand_help(action) if action.help else ""  # noqa: SLF001 - as --help says it
+            options += [CompletionOption(name, about.split(";")[0], takes) for name in action.option_strings]
         elif action.choices is not None:
             words += [str(word) for word in action.choices]
         else:
@@ -84,18 +93,13 @@ def completion_points(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Ite
         yield from completion_points(each, (*path, name))
 
 
-def _values(action: Any) -> tuple[str, ...] | str:
-    return tuple(map(str, action.choices)) if action.choices is not None else FILE if action.metavar == FILE else ""
-
-
-def _brief(about: str) -> str:
-    return about.split(";")[0]
-
-
-# ------------------------------------------------------------------ bash
-
-
 def _bash(points: list[CompletionPoint]) -> str:
+    def value(takes: tuple[str, ...] | str) -> str:
+        return "files=1" if takes == FILE else f"words={quote(' '.join(takes))}"
+
+    def words(point: CompletionPoint) -> str:
+        return f"words={quote(' '.join(point.words))}{' files=1' if point.takes_files else ''}"
+
     return f"""\
 # Completes headgate in bash.
 _headgate() {{
@@ -108,15 +112,15 @@ _headgate() {{
     fi
     for ((place = 1; place < COMP_CWORD; place++)); do
         case "$path ${{COMP_WORDS[place]}}" in
-{_indent(_bash_paths(points), 12)}
+{_path_arms(points, "path")}
         esac
     done
     COMPREPLY=()
     case "$path $before" in
-{_indent(_bash_values(points), 8)}
+{_value_arms(points, value)}
     *)
         case $path in
-{_indent(_bash_words(points), 8)}
+{_arms({point.key: words(point) for point in points})}
         esac
         ;;
     esac
@@ -131,43 +135,33 @@ complete -F _headgate headgate
 """
 
 
-def _bash_paths(points: list[CompletionPoint]) -> Iterator[str]:
-    for point in points:
-        if point.path:
-            yield f"{quote(_key(point.path))}) path={quote(_key(point.path))} ;;"
+def _path_arms(points: list[CompletionPoint], variable: str) -> str:
+    return _arms({point.key: f"{variable}={quote(point.key)}" for point in points if point.path}, 12)
 
 
-def _bash_values(points: list[CompletionPoint]) -> Iterator[str]:
-    for point in points:
-        for option in point.options:
-            if option.takes is not None:
-                given = "files=1" if option.takes == FILE else f"words={quote(' '.join(option.takes))}"
-                yield f"{quote(f'{_key(point.path)} {option.name}')}) {given} ;;"
+def _value_arms(points: list[CompletionPoint], value: Callable[[tuple[str, ...] | str], str]) -> str:
+    return _arms(
+        {
+            f"{point.key} {option.name}": value(option.takes)
+            for point in points
+            for option in point.options
+            if option.takes is not None
+        }
+    )
 
 
-def _bash_words(points: list[CompletionPoint]) -> Iterator[str]:
-    for point in points:
-        files = " files=1" if point.takes_files else ""
-        yield f"{quote(_key(point.path))}) words={quote(' '.join(_words(point)))}{files} ;;"
-
-
-def _key(path: tuple[str, ...]) -> str:
-    """Each command preceded by a space, so that no path is a prefix of another."""
-    return "".join([f" {name}" for name in path])
-
-
-def _words(point: CompletionPoint) -> list[str]:
-    return [*point.commands, *point.arguments, *(option.name for option in point.options)]
-
-
-def _indent(lines: Iterator[str], width: int) -> str:
-    return "\n".join([" " * width + line for line in lines])
-
-
-# ------------------------------------------------------------------ zsh
+def _arms(cases: dict[str, str], width: int = 8) -> str:
+    return "\n".join([f"{' ' * width}{quote(pattern)}) {action} ;;" for pattern, action in cases.items()])
 
 
 def _zsh(points: list[CompletionPoint]) -> str:
+    def value(takes: tuple[str, ...] | str) -> str:
+        return "_files" if takes == FILE else f"compadd -- {' '.join(map(quote, takes))}" if takes else "_message value"
+
+    def words(point: CompletionPoint) -> str:
+        given = [quote(f"{name.replace(':', chr(92) + ':')}:{about}") for name, about in point.words.items()]
+        return f"given=({' '.join(given)}); _describe headgate given{'; _files' if point.takes_files else ''}"
+
     return f"""\
 #compdef headgate
 # Completes headgate in zsh.
@@ -176,14 +170,14 @@ _headgate() {{
     local -a given
     for ((place = 2; place < CURRENT; place++)); do
         case "$path_so_far ${{words[place]}}" in
-{_indent((line.replace("path=", "path_so_far=") for line in _bash_paths(points)), 12)}
+{_path_arms(points, "path_so_far")}
         esac
     done
     case "$path_so_far $before" in
-{_indent(_zsh_values(points), 8)}
+{_value_arms(points, value)}
     *)
         case $path_so_far in
-{_indent(_zsh_words(points), 8)}
+{_arms({point.key: words(point) for point in points})}
         esac
         ;;
     esac
@@ -194,27 +188,6 @@ else
     compdef _headgate headgate
 fi
 """
-
-
-def _zsh_values(points: list[CompletionPoint]) -> Iterator[str]:
-    for point in points:
-        for option in point.options:
-            if option.takes is not None:
-                words = " ".join([quote(word) for word in option.takes])
-                given = "_files" if option.takes == FILE else f"compadd -- {words}" if words else "_message value"
-                yield f"{quote(f'{_key(point.path)} {option.name}')}) {given} ;;"
-
-
-def _zsh_words(points: list[CompletionPoint]) -> Iterator[str]:
-    for point in points:
-        told = [*point.commands.items(), *((word, "") for word in point.arguments)]
-        told += [(option.name, option.about) for option in point.options]
-        given = " ".join([quote(f"{name.replace(':', chr(92) + ':')}:{about}") for name, about in told])
-        files = "; _files" if point.takes_files else ""
-        yield f"{quote(_key(point.path))}) given=({given}); _describe headgate given{files} ;;"
-
-
-# ------------------------------------------------------------------ fish
 
 
 def _fish(points: list[CompletionPoint]) -> str:
@@ -236,11 +209,11 @@ def _fish(points: list[CompletionPoint]) -> str:
         lines += [f"{at} -a {name} -d {_fish_quoted(about)}" for name, about in point.commands.items()]
         lines += [f"{at} -a {_fish_quoted(' '.join(point.arguments))}"] if point.arguments else []
         lines += [f"{at} -F"] if point.takes_files else []
-        for option in point.options:
-            kind = f"-l {option.name[2:]}" if option.name.startswith("--") else f"-s {option.name[1:]}"
-            takes = "" if option.takes is None else " -r -F" if option.takes == FILE else " -x"
-            words = f" -a {_fish_quoted(' '.join(option.takes))}" if isinstance(option.takes, tuple) else ""
-            lines.append(f"{at} {kind}{takes}{words} -d {_fish_quoted(option.about)}")
+        for each in point.options:
+            kind = f"-l {each.name[2:]}" if each.name.startswith("--") else f"-s {each.name[1:]}"
+            takes = "" if each.takes is None else " -r -F" if each.takes == FILE else " -x"
+            words = f" -a {_fish_quoted(' '.join(each.takes))}" if isinstance(each.takes, tuple) else ""
+            lines.append(f"{at} {kind}{takes}{words} -d {_fish_quoted(each.about)}")
     return "\n".join(lines) + "\n"
 
 
@@ -250,3 +223,4 @@ def _fish_quoted(text: str) -> str:
 
 
 SCRIPTS: Final = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+OPTIONS = (option("shell", choices=tuple(SCRIPTS), help="the shell"),)

@@ -6,41 +6,25 @@ import json
 import os
 import re
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, tzinfo
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate.cli.admin_client import EXIT_REFUSED, AdminClient, AdminError, ConfirmationRequired, is_loopback
-from headgate.cli.request import read_api_key
-from headgate.cli.table import titled_table
-from headgate.cli.terminal import BOLD, RED, YELLOW, printable
+from headgate.cli.options import read_api_key
+from headgate.cli.terminal import BOLD, RED, YELLOW, Terminal, printable, titled_table
 from headgate.errors import InvalidInput
 from headgate.telemetry.human_time import coming, end_in_words, shown
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable, Sequence
-    from datetime import tzinfo
-
-    from headgate.cli.admin_client import AdminResponse
-    from headgate.cli.terminal import Terminal
+    from collections.abc import Iterable, Sequence
 
 __all__ = [
-    "ClientArgument",
-    "CommandContext",
-    "ask_yes",
-    "change",
-    "choose_client",
-    "fetch_pages",
-    "future",
-    "is_interactive",
-    "open_context",
-    "print_json",
-    "print_list",
-    "read_client",
-    "resolve_client",
-    "warn_about_raw_key",
-]
+    "ClientArgument", "CommandContext", "ask_yes", "change", "choose_client", "fetch_pages", "future", "is_interactive",
+    "print_list", "read_client", "resolve_client", "warn_about_raw_key",
+]  # fmt: skip
 
 _INSTANT: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?\+00:00")
 MAX_TOKEN_BYTES: Final = 1024
@@ -65,13 +49,31 @@ class ClientArgument(NamedTuple):
         return {"kind": self.kind, "value": self.value}
 
 
-class CommandContext(NamedTuple):
-    """An admin server, the output streams, and the time zone; None for the local one."""
+class CommandContext:
+    """The arguments of a command, the output streams, the time zone (None for the local one) and the admin server."""
 
-    api: AdminClient
-    out: Terminal
-    err: Terminal
-    zone: tzinfo | None
+    def __init__(self, arguments: Namespace, out: Terminal, err: Terminal) -> None:
+        self.arguments = arguments
+        self.out = out
+        self.err = err
+        self.zone: tzinfo | None = UTC if arguments.utc else None
+
+    @cached_property
+    def api(self) -> AdminClient:
+        """The server of the arguments or the environment, with the token from a file or a variable."""
+        url = self.arguments.admin or os.environ.get("HEADGATE_ADMIN") or "http://127.0.0.1:8001"
+        api = AdminClient(url, _token(self.arguments.token_file))
+        if url.startswith("http:") and not is_loopback(url):
+            self.warn(f"the token is sent unencrypted to {url}; use https")
+        return api
+
+    def warn(self, text: str) -> None:
+        self.err.print(f"{self.err.paint('warning:', YELLOW)} {text}")
+
+    def show(self, found: Any, lines: Iterable[str] = ()) -> int:
+        """Print the lines or, with --json, the data that they show; return the exit code for success."""
+        self.out.print(*([json.dumps(found, indent=2)] if self.arguments.json else lines))
+        return 0
 
     def time(self, at_us: int | None, *, none: str = "") -> str:
         """A timestamp. Column titles name the zone's current offset; a different one is added here."""
@@ -88,8 +90,14 @@ class CommandContext(NamedTuple):
     def iso(self, at_us: int | None) -> str | None:
         return None if at_us is None else _to_datetime(at_us).isoformat().replace("+00:00", "Z")
 
+    def id(self, row: dict[str, Any]) -> str:
+        return "-" if row.get("id") is None else f"{row['id']}"
+
     def client(self, row: dict[str, Any]) -> str:
         return f"{ClientArgument(**row['who'], label=row.get('label') or '')}"
+
+    def validity(self, row: dict[str, Any]) -> tuple[str, str]:
+        return self.time(row.get("valid_from_us"), none="-"), self.time(row.get("valid_until_us"), none="no end")
 
     @property
     def zone_name(self) -> str:
@@ -106,19 +114,9 @@ def _offset(moment: datetime, zone: tzinfo | None) -> str:
     return "UTC" if int(offset) == 0 else f"UTC{offset[:3]}:{offset[3:5]}"
 
 
-def open_context(arguments: Namespace, out: Terminal, err: Terminal) -> CommandContext:
-    """The admin server of the arguments or the environment, with the token from a file or a variable."""
-    url = arguments.admin or os.environ.get("HEADGATE_ADMIN") or "http://127.0.0.1:8001"
-    api = AdminClient(url, _token(arguments.token_file))
-    if url.startswith("http:") and not is_loopback(url):
-        err.print(f"{err.paint('warning:', YELLOW)} the token is sent unencrypted to {url}; use https")
-    return CommandContext(api, out, err, UTC if arguments.utc else None)
-
-
 def _token(file: str | None) -> str:
     if file is None:
-        token = os.environ.get("HEADGATE_TOKEN", "").strip()
-        source = "HEADGATE_TOKEN"
+        token, source = os.environ.get("HEADGATE_TOKEN", "").strip(), "HEADGATE_TOKEN"
     else:
         source = f"--token-file {file}"
         try:
@@ -134,9 +132,6 @@ def _token(file: str | None) -> str:
     if not (token.isascii() and token.isprintable() and " " not in token):
         raise InvalidInput(f"{source} contains no token: tokens start with hg_ and have no spaces")
     return token
-
-
-# ------------------------------------------------------------------ clients
 
 
 def resolve_client(context: CommandContext, text: str) -> ClientArgument:
@@ -192,32 +187,28 @@ def warn_about_raw_key(context: CommandContext, text: str, who: ClientArgument) 
     value = text.removeprefix("api_key=")
     is_name = " " in value or value.casefold() == who.label.casefold()
     if who.kind == "api_key" and text != "-" and not value.startswith("hmac:") and not is_name:
-        context.err.print(
-            f"{context.err.paint('warning:', YELLOW)} an API key on the command line stays in the shell's history and "
-            "is visible to other users of this machine; write - and give the key on standard input"
+        context.warn(
+            "an API key on the command line stays in the shell's history and is visible to other users of this "
+            "machine; write - and give the key on standard input"
         )
 
 
-# ------------------------------------------------------------------ changes
-
-
 def change(
-    arguments: Namespace,
     context: CommandContext,
     method: str,
     path: str,
     *,
     fields: dict[str, Any] | None = None,
     based_on: int | None = None,
-    id_hint: str | None = None,
+    id_hint: str = "",
 ) -> int:
     """Send a change, confirmed by --confirm or at the terminal, and print its result. `id_hint` explains a new ID."""
-    reason = (arguments.reason or "").strip()
+    reason = (context.arguments.reason or "").strip()
     if not reason:
         raise InvalidInput('a change needs a reason for the audit log: add --reason "ticket 4711: ..."')
     if based_on is None:
-        based_on = arguments.based_on
-    codes = [*(arguments.confirm or ())]
+        based_on = context.arguments.based_on
+    codes = [*(context.arguments.confirm or ())]
     while True:
         sent = {name: value for name, value in (fields or {}).items() if value is not None}
         sent |= {"confirm": codes} if codes else {}
@@ -226,13 +217,12 @@ def change(
                 response = context.api.request(method, path, query=sent, based_on=based_on, reason=reason)
             else:
                 response = context.api.request(method, path, body={**sent, "reason": reason}, based_on=based_on)
-            break
+            return _print_result(context, response.body or {}, id_hint)
         except ConfirmationRequired as required:
             missing = [code for code, _ in required.dangers if code not in codes]
             if not missing or not _confirm(context, required):
                 raise
             codes += missing
-    return _print_result(arguments, context, response, id_hint=id_hint)
 
 
 def _confirm(context: CommandContext, required: ConfirmationRequired) -> bool:
@@ -253,50 +243,35 @@ def ask_yes(question: str) -> bool:
     return sys.stdin.readline().strip().lower() == "yes"
 
 
-def _print_result(
-    arguments: Namespace, context: CommandContext, response: AdminResponse, *, id_hint: str | None
-) -> int:
-    body = response.body or {}
-    if arguments.json:
-        return print_json(context, body)
+def _print_result(context: CommandContext, body: dict[str, Any], id_hint: str) -> int:
+    if context.arguments.json:
+        return context.show(body)
     version = body.get("version")
     if version is None and not body.get("what"):
         done = "nothing to change"
     else:
         done = printable(context.local_times(f"{body.get('what') or 'done'}"))
     context.out.print(done if version is None else f"{done} {context.out.paint(f'(version {version})', BOLD)}")
-    if id_hint is not None and version is not None:
+    if id_hint and version is not None:
         context.err.print(*[id_hint.format(id) for id in body.get("ids") or ()])
-    for note in body.get("notes") or ():
-        context.err.print(f"note: {printable(f'{note}')}")
-    return 0
-
-
-# ------------------------------------------------------------------ output
-
-
-def print_json(context: CommandContext, body: Any) -> int:
-    context.out.print(json.dumps(body, indent=2))
+    context.err.print(*[f"note: {printable(f'{note}')}" for note in body.get("notes") or ()])
     return 0
 
 
 def print_list(
-    arguments: Namespace,
     context: CommandContext,
     found: dict[str, Any],
     titles: Sequence[str],
-    row: Callable[[dict[str, Any]], Sequence[str]],
+    rows: Iterable[Sequence[str]],
     *,
     empty: str,
 ) -> int:
     """Print a list as JSON or as a table, and say on standard error if it is empty or has more entries."""
-    if arguments.json:
-        return print_json(context, found)
-    if not found["items"]:
+    if not context.arguments.json and not found["items"]:
         context.err.print(empty)
         return 0
-    context.out.print(*titled_table(titles, [row(each) for each in found["items"]], context.out))
-    if found.get("next") is not None:
+    context.show(found, titled_table(titles, rows, context.out))
+    if not context.arguments.json and found.get("next") is not None:
         context.err.print(f"More than these {len(found['items'])} exist: use --most N or --search TEXT.")
     return 0
 

@@ -1,4 +1,11 @@
-"""`headgate tail`: follows the decision log."""
+"""Follow decisions as they are logged.
+
+headgate tail
+headgate tail acme --outcome denied
+headgate tail --json --lines 1000 --no-follow
+
+exit code: 0 done or Ctrl-C, 1 refused, 2 invalid call or no answer
+"""
 
 from __future__ import annotations
 
@@ -9,31 +16,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from headgate.cli.admin_client import EXIT_UNREACHABLE, AdminError
-from headgate.cli.context import open_context, resolve_client
-from headgate.cli.options import CLIENT, add_server_options
+from headgate.cli.context import CommandContext, resolve_client
+from headgate.cli.options import CLIENT_HELP, SERVER, option
 from headgate.cli.terminal import DIM, GREEN, RED, YELLOW, printable
 from headgate.errors import InvalidInput
 from headgate.telemetry.decision_log.record import DecisionRecord, Outcome, id_prefix
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
     from collections.abc import Callable, Iterator
 
-    from headgate.cli.context import CommandContext
-    from headgate.cli.terminal import Terminal
+__all__ = ["OPTIONS", "run"]
 
-__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
+OPTIONS = (
+    option("client", metavar="CLIENT", nargs="?", help=f"show only this client: {CLIENT_HELP}"),
+    option("--outcome", choices=get_args(Outcome), help="show only these"),
+    option("--lines", metavar="N", type=int, default=10, help="start with the last N; default: %(default)s"),
+    option("--no-follow", action="store_true", help="print these and exit"),
+    *SERVER,
+)
 
-ABOUT = "follow decisions as they are logged"
-EXAMPLES = """
-    headgate tail
-    headgate tail acme --outcome denied
-    headgate tail --json --lines 1000 --no-follow
-
-    exit code: 0 done or Ctrl-C, 1 refused, 2 invalid call or no answer
-"""
-
-OUTCOMES: Final = get_args(Outcome)
 STYLES: Final = {"allowed": GREEN, "denied": RED, "blocked": RED, "unavailable": YELLOW, "lost": YELLOW}
 POLL_INTERVAL_S: Final = 1.0
 PAGE_SIZE: Final = 500
@@ -46,25 +47,15 @@ MAX_FAILURES: Final = 60
 """Failed polls in a row before the command gives up."""
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("client", metavar="CLIENT", nargs="?", help=f"show only this client: {CLIENT}")
-    parser.add_argument("--outcome", choices=OUTCOMES, help="show only these")
-    parser.add_argument(
-        "--lines", metavar="N", type=int, default=10, help="start with the last N; default: %(default)s"
-    )
-    parser.add_argument("--no-follow", action="store_true", help="print these and exit")
-    add_server_options(parser)
-
-
-def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    if not 0 <= arguments.lines <= 10_000:
-        raise InvalidInput(f"--lines {arguments.lines} is out of range; give 0 to 10000")
-    context = open_context(arguments, out, err)
-    query: dict[str, Any] = {"outcome": arguments.outcome}
-    if arguments.client is not None:
-        query |= resolve_client(context, arguments.client).fields
+def run(context: CommandContext) -> int:
+    given = context.arguments
+    if not 0 <= given.lines <= 10_000:
+        raise InvalidInput(f"--lines {given.lines} is out of range; give 0 to 10000")
+    query: dict[str, Any] = {"outcome": given.outcome}
+    if given.client is not None:
+        query |= resolve_client(context, given.client).fields
     with suppress(KeyboardInterrupt):
-        _follow(arguments, context, query)
+        _follow(context, query)
     return 0
 
 
@@ -73,10 +64,7 @@ class LogTail:
     latest records again and skips known IDs."""
 
     def __init__(
-        self,
-        fetch: Callable[..., Any],
-        shown: list[dict[str, Any]],
-        newest_us: Callable[[], int | None] | None = None,
+        self, fetch: Callable[..., Any], shown: list[dict[str, Any]], newest_us: Callable[[], int | None] | None = None
     ) -> None:
         self._fetch = fetch
         self._newest_us = newest_us
@@ -102,7 +90,6 @@ class LogTail:
             after = found[-1]["id"]
 
     def _forget(self) -> None:
-        """Forget records too old to be read again."""
         if self._seen:
             since_us = _reread_since_us(max(self._seen.values()))
             ids = sorted(self._seen)
@@ -131,21 +118,22 @@ def _newest_us(context: CommandContext) -> int | None:
     return next((each["at_us"] for each in context.api.get("decisions", most=1)["items"]), None)
 
 
-def _follow(arguments: Namespace, context: CommandContext, query: dict[str, Any]) -> None:
+def _follow(context: CommandContext, query: dict[str, Any]) -> None:
+    given = context.arguments
     fetch = partial(context.api.get, "decisions", **query)
-    first = _fetch_last(fetch, max(1, arguments.lines))
-    _print(first[-arguments.lines :] if arguments.lines else [], arguments, context)
+    first = _fetch_last(fetch, max(1, given.lines))
+    _print(first[-given.lines :] if given.lines else [], context)
     if not first:
-        context.err.print("No records." if arguments.no_follow else "No records yet, waiting.")
-    if arguments.no_follow:
+        context.err.print("No records." if given.no_follow else "No records yet, waiting.")
+    if given.no_follow:
         return
-    tail = LogTail(fetch, first, partial(_newest_us, context) if arguments.outcome else None)
+    tail = LogTail(fetch, first, partial(_newest_us, context) if given.outcome else None)
     failures = 0
     while True:
         time.sleep(POLL_INTERVAL_S)
         try:
             for found in tail.more():
-                _print(found, arguments, context)
+                _print(found, context)
         except AdminError as error:
             failures += 1
             if error.code != EXIT_UNREACHABLE or error.status == 401 or failures > MAX_FAILURES:
@@ -156,10 +144,10 @@ def _follow(arguments: Namespace, context: CommandContext, query: dict[str, Any]
         failures = 0
 
 
-def _print(records: list[dict[str, Any]], arguments: Namespace, context: CommandContext) -> None:
-    for each in records:
-        context.out.print(json.dumps(each, separators=(",", ":")) if arguments.json else _line(each, context))
-    context.out.flush()
+def _print(records: list[dict[str, Any]], context: CommandContext) -> None:
+    is_json = context.arguments.json
+    lines = [json.dumps(each, separators=(",", ":")) if is_json else _line(each, context) for each in records]
+    context.out.write("".join([f"{line}\n" for line in lines]))
 
 
 def _line(each: dict[str, Any], context: CommandContext) -> str:

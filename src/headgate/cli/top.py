@@ -1,4 +1,12 @@
-"""`headgate top`: live overview of the fleet."""
+"""Show a live overview of the fleet.
+
+headgate top
+headgate top --once
+headgate top --json
+
+q or Ctrl-C exits; in a pipe, the overview is printed once
+exit code: 0 done, 1 refused, 2 invalid call or no answer
+"""
 
 from __future__ import annotations
 
@@ -10,32 +18,37 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate.cli.admin_client import EXIT_UNREACHABLE, AdminError
-from headgate.cli.context import open_context, print_json
-from headgate.cli.options import add_server_options
-from headgate.cli.sparklines import bar, condense, count, duration, sparkline
-from headgate.cli.table import table
-from headgate.cli.terminal import BOLD, DIM, GREEN, RED, YELLOW, clip, printable
+from headgate.cli.options import SERVER, option
+from headgate.cli.terminal import (
+    BOLD,
+    DIM,
+    GREEN,
+    RED,
+    YELLOW,
+    Terminal,
+    bar,
+    clip,
+    condense,
+    count,
+    duration,
+    printable,
+    sparkline,
+    table,
+)
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from headgate.cli.context import CommandContext
-    from headgate.cli.terminal import Terminal
 
-__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "frame", "run"]
+__all__ = ["OPTIONS", "frame", "run"]
 
-ABOUT = "show a live overview of the fleet"
-EXAMPLES = """
-    headgate top
-    headgate top --once
-    headgate top --json
-
-    q or Ctrl-C exits; in a pipe, the overview is printed once
-    exit code: 0 done, 1 refused, 2 invalid call or no answer
-"""
-
+OPTIONS = (
+    option("--once", action="store_true", help="print the overview once and exit"),
+    option("--every", metavar="SECONDS", type=float, default=1.0, help="refresh interval; default: 1"),
+    *SERVER,
+)
 MAX_ROWS: Final = 8
 PIPE_WIDTH: Final = 100
 
@@ -47,34 +60,27 @@ END_FRAME: Final = "\x1b[J\x1b[?2026l"
 """A synchronized update from the top left corner."""
 CLEAR_LINE: Final = "\x1b[K"
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--once", action="store_true", help="print the overview once and exit")
-    parser.add_argument("--every", metavar="SECONDS", type=float, default=1.0, help="refresh interval; default: 1")
-    add_server_options(parser)
+_STATE_ORDER: Final = {"degraded": 0, "silent": 1, "ready": 2}
 
 
-def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    if not 0.2 <= arguments.every <= 3600:
-        raise InvalidInput(f"--every {arguments.every:g} is out of range; give 0.2 to 3600 seconds")
-    context = open_context(arguments, out, err)
+def run(context: CommandContext) -> int:
+    given, out = context.arguments, context.out
+    if not 0.2 <= given.every <= 3600:
+        raise InvalidInput(f"--every {given.every:g} is out of range; give 0.2 to 3600 seconds")
     found = context.api.get("overview")
-    if arguments.json:
-        return print_json(context, found)
-    if arguments.once or not out.is_terminal:
-        out.print(*[line.rstrip() for line in frame(found, context, width=out.width or PIPE_WIDTH)])
-        return 0
+    if given.json or given.once or not out.is_terminal:
+        return context.show(found, map(str.rstrip, frame(found, context, width=out.width or PIPE_WIDTH)))
     with suppress(KeyboardInterrupt), _alternate_screen(out):
-        _live(arguments, context, found)
+        _live(context, found)
     return 0
 
 
-def _live(arguments: Namespace, context: CommandContext, found: dict[str, Any]) -> None:
+def _live(context: CommandContext, found: dict[str, Any]) -> None:
     trouble = ""
     while True:
         started = time.monotonic()
         _draw(context, found, trouble)
-        if _is_quit_within(arguments.every - (time.monotonic() - started)):
+        if _is_quit_within(context.arguments.every - (time.monotonic() - started)):
             return
         try:
             found, trouble = context.api.get("overview"), ""
@@ -127,36 +133,38 @@ def _is_quit_within(seconds: float) -> bool:
     return False
 
 
-# ------------------------------------------------------------------ the frame
-
-
 def frame(found: dict[str, Any], context: CommandContext, *, width: int) -> Iterator[str]:
-    """The lines of the overview."""
     out, totals = context.out, found["totals"]
     version = "unknown" if found["version"] is None else f"{found['version']}"
     yield f"{out.paint('headgate', BOLD)}  {context.time(found['at_us'])} {context.zone_name}  config version {version}"
     for each in found.get("troubles") or ():
         yield out.paint(f"trouble: {printable(f'{each}')}", YELLOW)
+    anomalies = [
+        [context.time(each.get("at_us")), _who(each), f"{each.get('text') or ''}"] for each in found.get("steps") or ()
+    ]
     if not any(each["state"] != "silent" for each in found["nodes"]):
         yield out.paint("No node is reporting, so no traffic is shown. Requests may still be denied.", RED)
         yield "Connect each app with control=URL (the config store), and with the store of `headgate admin`."
         yield ""
-        if not found["nodes"]:
-            yield from _list("anomalies", ["when", "client", "what"], _steps(found, context), out)
-            return
-    yield ""
-    yield from _rates(found, out, width)
-    yield (
-        f"last minute: {count(totals['allowed'])} allowed, {count(totals['denied'])} denied, "
-        f"{count(totals['blocked'])} blocked, {count(totals['unavailable'])} unavailable, "
-        f"{count(totals['degraded'])} degraded; p50 {_time(totals['p50_us'])}, p99 {_time(totals['p99_us'])}"
-    )
-    yield ""
-    yield from _list("nodes", ["node", "region", "state", "policy", "allowed", "denied", "p99"], _nodes(found), out)
-    yield from _list("denied most", ["client", "denied", "allowed", ""], _denied(found), out)
-    yield from _list("near their limit", ["client", "limit", "used", "left"], _near(found), out)
-    yield from _list("hot keys", ["client", "limit", "a second"], _hot(found), out)
-    yield from _list("anomalies", ["when", "client", "what"], _steps(found, context), out)
+    if found["nodes"]:
+        yield ""
+        yield from _rates(found, out, width)
+        yield (
+            f"last minute: {count(totals['allowed'])} allowed, {count(totals['denied'])} denied, "
+            f"{count(totals['blocked'])} blocked, {count(totals['unavailable'])} unavailable, "
+            f"{count(totals['degraded'])} degraded; p50 {_time(totals['p50_us'])}, p99 {_time(totals['p99_us'])}"
+        )
+        yield ""
+        nodes = sorted(found["nodes"], key=lambda each: _STATE_ORDER.get(each["state"], 0))
+        hot = [[_who(each), each["limit"], count(each["rate"])] for each in found["hot"]]
+        titles = ["node", "region", "state", "policy", "allowed", "denied", "p99"]
+        yield from _list("nodes", titles, map(_node, nodes), out)
+        yield from _list("denied most", ["client", "denied", "allowed", ""], map(_denied, found["top_denied"]), out)
+        yield from _list("near their limit", ["client", "limit", "used", "left"], map(_near, found["near"]), out)
+        yield from _list("hot keys", ["client", "limit", "a second"], hot, out)
+        titles = ["limit", "counters", "held", "of each", "over the limit"]
+        yield from _list("quotas held by proxies", titles, map(_quota, found.get("quotas") or ()), out)
+    yield from _list("anomalies", ["when", "client", "what"], anomalies, out)
 
 
 def _rates(found: dict[str, Any], out: Terminal, width: int) -> Iterator[str]:
@@ -174,7 +182,8 @@ def _rates(found: dict[str, Any], out: Terminal, width: int) -> Iterator[str]:
         yield f"{name:<10}{count(now):>6} {out.paint(sparkline(drawn), style)} {most}"
 
 
-def _list(name: str, titles: Sequence[str], rows: list[list[str]], out: Terminal) -> Iterator[str]:
+def _list(name: str, titles: Sequence[str], entries: Iterable[list[str]], out: Terminal) -> Iterator[str]:
+    rows = [*entries]
     if not rows:
         return
     more = len(rows) - MAX_ROWS
@@ -186,53 +195,30 @@ def _list(name: str, titles: Sequence[str], rows: list[list[str]], out: Terminal
     yield ""
 
 
-def _nodes(found: dict[str, Any]) -> list[list[str]]:
-    order = {"degraded": 0, "silent": 1, "ready": 2}
-    return [
-        [
-            each["name"],
-            each.get("region") or "-",
-            each["state"] + (f" for {duration(each['degraded_for_s'])}" if each.get("degraded_for_s") else ""),
-            f"{each.get('policy_version') or '-'}",
-            count(each["allowed"]),
-            count(each["denied"]),
-            _time(each.get("p99_us")),
-        ]
-        for each in sorted(found["nodes"], key=lambda each: order.get(each["state"], 0))
-    ]
+def _node(each: dict[str, Any]) -> list[str]:
+    state = each["state"] + (f" for {duration(each['degraded_for_s'])}" if each.get("degraded_for_s") else "")
+    policy, counts = f"{each.get('policy_version') or '-'}", [count(each["allowed"]), count(each["denied"])]
+    policy += " (canary)" if each.get("canary") == "candidate" else ""
+    return [each["name"], each.get("region") or "-", state, policy, *counts, _time(each.get("p99_us"))]
 
 
-def _denied(found: dict[str, Any]) -> list[list[str]]:
-    return [
-        [_who(each), count(each["denied"]), count(each["allowed"]), bar(_share(each["denied"], each["allowed"]), 10)]
-        for each in found["top_denied"]
-    ]
+def _denied(each: dict[str, Any]) -> list[str]:
+    denied, allowed = each["denied"], each["allowed"]
+    return [_who(each), count(denied), count(allowed), bar(denied / ((denied + allowed) or 1), 10)]
 
 
-def _near(found: dict[str, Any]) -> list[list[str]]:
-    return [
-        [_who(each), each["limit"], bar(1 - each["share"], 10), f"{count(each['left'])} of {count(each['capacity'])}"]
-        for each in found["near"]
-    ]
+def _near(each: dict[str, Any]) -> list[str]:
+    left = f"{count(each['left'])} of {count(each['capacity'])}"
+    return [_who(each), each["limit"], bar(1 - each["share"], 10), left]
 
 
-def _hot(found: dict[str, Any]) -> list[list[str]]:
-    return [[_who(each), each["limit"], count(each["rate"])] for each in found["hot"]]
-
-
-def _steps(found: dict[str, Any], context: CommandContext) -> list[list[str]]:
-    return [
-        [context.time(each.get("at_us")), _who(each), f"{each.get('text') or ''}"] for each in found.get("steps") or ()
-    ]
+def _quota(each: dict[str, Any]) -> list[str]:
+    return [each["limit"], *[count(each[name]) for name in ("counters", "held", "capacity", "excess")]]
 
 
 def _who(each: dict[str, Any]) -> str:
     """The label of a client, or the start of its hash."""
     return each.get("label") or f"{each.get('kind', '')} {each.get('key', '')[:17]}".strip()
-
-
-def _share(part: float, rest: float) -> float:
-    return part / (part + rest) if part + rest else 0.0
 
 
 def _time(us: int | None) -> str:

@@ -1,49 +1,33 @@
-"""`headgate who`: the tier, limits, overrides and usage of a client."""
+"""Show the tier, limits and current usage of a client.
+
+headgate who acme
+headgate who ip=203.0.113.9 --json
+headgate who - < key.txt
+
+exit code: 0 done, 1 refused, 2 invalid call or no answer
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headgate.cli.context import open_context, print_json, resolve_client
-from headgate.cli.options import CLIENT, add_server_options
-from headgate.cli.sparklines import bar, duration
-from headgate.cli.table import table, titled_table
-from headgate.cli.terminal import GREEN, RED, YELLOW, printable
+from headgate.cli.context import ClientArgument, CommandContext, resolve_client
+from headgate.cli.options import CLIENT, SERVER
+from headgate.cli.terminal import GREEN, RED, YELLOW, Terminal, bar, duration, printable, table, titled_table
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator
 
-    from headgate.cli.context import ClientArgument, CommandContext
-    from headgate.cli.terminal import Terminal
+__all__ = ["OPTIONS", "override_cells", "run"]
 
-__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "override_cells", "run"]
-
-ABOUT = "show the tier, limits and current usage of a client"
-EXAMPLES = """
-    headgate who acme
-    headgate who ip=203.0.113.9 --json
-    headgate who - < key.txt
-
-    exit code: 0 done, 1 refused, 2 invalid call or no answer
-"""
-
+OPTIONS = (CLIENT, *SERVER)
 TIER_FROM = {"assigned": "assigned", "policy": "from the policy", "default": "the default tier"}
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("client", metavar="CLIENT", help=CLIENT)
-    add_server_options(parser)
-
-
-def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    context = open_context(arguments, out, err)
-    who = resolve_client(context, arguments.client)
+def run(context: CommandContext) -> int:
+    who = resolve_client(context, context.arguments.client)
     found = context.api.get("client", kind=who.kind, value=who.value)
-    if arguments.json:
-        return print_json(context, found)
-    out.print(*_lines(found, who, context))
-    return 0
+    return context.show(found, _lines(found, who, context))
 
 
 def _lines(found: dict[str, Any], who: ClientArgument, context: CommandContext) -> Iterator[str]:
@@ -51,8 +35,7 @@ def _lines(found: dict[str, Any], who: ClientArgument, context: CommandContext) 
     tier = found.get("tier")
     facts = [["client", f"{who._replace(label=found.get('label') or who.label)}"]]
     facts.append(["tier", f"{tier}, {TIER_FROM.get(found['tier_from'], found['tier_from'])}" if tier else "none"])
-    if found.get("troubles"):
-        facts += [["problem", f"{each}"] for each in found["troubles"]]
+    facts += [["problem", f"{each}"] for each in found.get("troubles") or ()]
     yield from table(facts, width=out.width)
     if block is not None:
         until = f" until {context.time(block['valid_until_us'])}" if block.get("valid_until_us") else ""
@@ -77,18 +60,11 @@ def _limits(found: dict[str, Any], context: CommandContext) -> Iterator[str]:
     if not found["limits"]:
         yield out.paint("no limit", YELLOW) + ": its requests pass and are not counted"
         return
-    rows = [
-        [
-            each["limit"] + (" (shadow)" if each.get("shadow") else ""),
-            each["bucket"],
-            each["by"],
-            _source(each, context),
-            *_usage(each),
-        ]
-        for each in found["limits"]
-    ]
-    titles = ["limit", "allows", "counted by", "from", "used", ""]
-    first, *lines = titled_table(titles, rows, out)
+    rows = []
+    for each in found["limits"]:
+        name = each["limit"] + (" (shadow)" if each.get("shadow") else "")
+        rows.append([name, each["bucket"], each["by"], _source(each, context), *_usage(each)])
+    first, *lines = titled_table(["limit", "allows", "counted by", "from", "used", ""], rows, out)
     yield first
     yield from [_paint_bar(line, out) for line in lines]
 
@@ -124,16 +100,8 @@ def _source(each: dict[str, Any], context: CommandContext) -> str:
 
 
 def override_cells(each: dict[str, Any], context: CommandContext) -> list[str]:
-    """The table cells of an override."""
-    return [
-        _scope(each),
-        each["bucket"],
-        context.time(each.get("valid_from_us"), none="-"),
-        context.time(each.get("valid_until_us"), none="no end"),
-        each["state"],
-        each.get("reason") or "",
-        each.get("author") or ("policy" if each.get("source") == "policy" else ""),
-    ]
+    author = each.get("author") or ("policy" if each.get("source") == "policy" else "")
+    return [_scope(each), each["bucket"], *context.validity(each), each["state"], each.get("reason") or "", author]
 
 
 def _scope(each: dict[str, Any]) -> str:

@@ -1,8 +1,17 @@
-"""`headgate why`: explains rejections, as an email to the customer and details for colleagues."""
+"""Explain why a client was rejected: an email to the customer, and details.
+
+headgate why acme --at "yesterday 15:00" --log sqlite:///decisions.db
+headgate why tenant=acme --at "2026-11-15 14:00" --until 16:00
+headgate why 203.0.113.9 --at "10 minutes ago" --utc --json
+headgate why - --at today < key.txt
+headgate why acme --at "yesterday 15:00" --only mail | mail -s "Rate limit" dev@acme.example
+headgate why acme --at "yesterday 15:00" --admin http://127.0.0.1:8001
+
+exit code: 0 done, 1 invalid policy, 2 invalid call or no answer
+"""
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import closing
 from datetime import UTC, datetime
@@ -12,10 +21,9 @@ from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
 
 from headgate.cli.check import check_file, print_problems
-from headgate.cli.context import open_context, print_json, resolve_client
-from headgate.cli.options import CLIENT, add_secret_option, add_server_options
-from headgate.cli.request import read_api_key, read_secret
-from headgate.cli.terminal import BOLD, printable
+from headgate.cli.context import CommandContext, read_client, resolve_client
+from headgate.cli.options import CLIENT, SECRET_FILE, SERVER, option, read_secret
+from headgate.cli.terminal import BOLD, Terminal, printable
 from headgate.errors import InvalidInput
 from headgate.telemetry.decision_log.sinks import open_reader
 from headgate.telemetry.human_time import span
@@ -24,74 +32,56 @@ from headgate.telemetry.why.render import DETAILS_TITLE, details, mail, plain
 from headgate.telemetry.why.report import ClientQuery, why
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator
 
-    from headgate.cli.terminal import Terminal
     from headgate.policy.model import Policy
 
-__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
+__all__ = ["OPTIONS", "run"]
 
-ABOUT = "explain why a client was rejected: an email to the customer, and details"
-EXAMPLES = """
-    headgate why acme --at "yesterday 15:00" --log sqlite:///decisions.db
-    headgate why tenant=acme --at "2026-11-15 14:00" --until 16:00
-    headgate why 203.0.113.9 --at "10 minutes ago" --utc --json
-    headgate why - --at today < key.txt
-    headgate why acme --at "yesterday 15:00" --only mail | mail -s "Rate limit" dev@acme.example
-    headgate why acme --at "yesterday 15:00" --admin http://127.0.0.1:8001
-
-    exit code: 0 done, 1 invalid policy, 2 invalid call or no answer
-"""
-
-DEFAULT_LOG = "sqlite:///decisions.db"
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("client", metavar="CLIENT", help=CLIENT)
-    parser.add_argument(
-        "--at", metavar="TIME", default="today", help='"yesterday 15:00", "3pm", "10 minutes ago"; default: today'
-    )
-    parser.add_argument("--until", metavar="TIME", help="end of the period that starts at --at")
-    parser.add_argument(
+OPTIONS = (
+    CLIENT,
+    option("--at", metavar="TIME", default="today", help='"yesterday 15:00", "3pm", "10 minutes ago"; default: today'),
+    option("--until", metavar="TIME", help="end of the period that starts at --at"),
+    option(
         "--log",
         metavar="URL",
         help="the decision log: sqlite:///decisions.db, clickhouse://host/database; default: that of the admin server, "
         "if there is a token or a URL of one",
-    )
-    parser.add_argument("--only", choices=("mail", "details"), help="print only the email, or only the details")
-    parser.add_argument("--policy", metavar="FILE", help="the current policy, to resolve hashes in the log")
-    add_server_options(parser)
-    add_secret_option(parser)
+    ),
+    option("--only", choices=("mail", "details"), help="print only the email, or only the details"),
+    option("--policy", metavar="FILE", help="the current policy, to resolve hashes in the log"),
+    *SERVER,
+    SECRET_FILE,
+)
+DEFAULT_LOG = "sqlite:///decisions.db"
 
 
-def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    if arguments.log is None and _has_server(arguments):
-        return _run_on_server(arguments, out, err)
+def run(context: CommandContext) -> int:
+    given = context.arguments
+    variables = os.environ.get("HEADGATE_ADMIN") or os.environ.get("HEADGATE_TOKEN")
+    if given.log is None and (given.admin or given.token_file or variables):
+        return _run_on_server(context)
     policy: Policy | None = None
-    if arguments.policy is not None:
-        report = check_file(arguments.policy)
+    if given.policy is not None:
+        report = check_file(given.policy)
         if report.policy is None:
-            print_problems(report, err)
+            print_problems(report, context.err)
             return report.code()
         policy = report.policy
-    zone = UTC if arguments.utc else None
-    when = span(arguments.at, arguments.until, now=datetime.now(UTC), zone=zone)
-    secret = read_secret(arguments.secret_file)
+    when = span(given.at, given.until, now=datetime.now(UTC), zone=context.zone)
+    secret = read_secret(given.secret_file)
     clients = None if secret is None else Pseudonymizer(secret)
-    client = f"api_key={read_api_key()}" if arguments.client == "-" else arguments.client
-    query = ClientQuery.read(client, clients, policy)
-    with closing(open_reader(arguments.log or DEFAULT_LOG)) as reader:
+    query = ClientQuery.read(read_client(given.client), clients, policy)
+    with closing(open_reader(given.log or DEFAULT_LOG)) as reader:
         try:
             answer = why(reader, query, when, policy=policy)
         except Exception as error:  # of SQLite, or of the ClickHouse client
             raise InvalidInput(f"the decision log cannot be read: {error}") from error
-    if arguments.json:
-        out.print(json.dumps(plain(answer), indent=2))
-        return 0
-    _print(arguments, mail(answer, zone=zone), details(answer, zone=zone), out)
+    if given.json:
+        return context.show(plain(answer))
+    _print(context, mail(answer, zone=context.zone), details(answer, zone=context.zone))
     if clients is None and not (answer.rejected or answer.passed):
-        err.print(_NO_SECRET)
+        context.err.print(_NO_SECRET)
     return 0
 
 
@@ -101,13 +91,13 @@ _NO_SECRET = (
 )
 
 
-def _print(arguments: Namespace, email: list[str], details: list[str], out: Terminal) -> None:
-    """Print the email and the details, or one of them."""
-    if arguments.only != "details":
+def _print(context: CommandContext, email: list[str], details: list[str]) -> None:
+    only, out = context.arguments.only, context.out
+    if only != "details":
         out.print(*_wrap(email, out))
-    if arguments.only is None and details:
+    if only is None and details:
         out.print("", out.paint(f"---- {DETAILS_TITLE} ----", BOLD), "")
-    if arguments.only != "mail":
+    if only != "mail":
         out.print(*_wrap(details, out))
 
 
@@ -122,28 +112,18 @@ def _wrap(paragraphs: list[str], out: Terminal) -> Iterator[str]:
             yield from [text] if is_verbatim else wrap(text, out.width or 80, break_on_hyphens=False)
 
 
-# ------------------------------------------------------------------ through an admin server
-
-
-def _has_server(arguments: Namespace) -> bool:
-    return bool(
-        arguments.admin or arguments.token_file or os.environ.get("HEADGATE_ADMIN") or os.environ.get("HEADGATE_TOKEN")
-    )
-
-
-def _run_on_server(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    if arguments.policy is not None:
+def _run_on_server(context: CommandContext) -> int:
+    given = context.arguments
+    if given.policy is not None:
         raise InvalidInput("--policy needs --log: an admin server uses its own policy")
-    context = open_context(arguments, out, err)
-    zone = "UTC" if arguments.utc else local_zone()
+    zone = "UTC" if given.utc else local_zone()
     if zone is None:
-        err.print("note: the local time zone is unknown, so times are UTC")
-    who = resolve_client(context, arguments.client)
-    period = {"at": arguments.at, "until": arguments.until, "zone": zone or "UTC"}
-    found = context.api.get("client/why", **who.fields, **period)
-    if arguments.json:
-        return print_json(context, found["answer"])
-    _print(arguments, found["mail"], found["details"], out)
+        context.err.print("note: the local time zone is unknown, so times are UTC")
+    who = resolve_client(context, given.client)
+    found = context.api.get("client/why", **who.fields, at=given.at, until=given.until, zone=zone or "UTC")
+    if given.json:
+        return context.show(found["answer"])
+    _print(context, found["mail"], found["details"])
     return 0
 
 
