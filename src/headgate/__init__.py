@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from headgate.calendars import Calendar
 from headgate.clock import Clock
 from headgate.decisions import Decision, Outcome
 from headgate.errors import (
@@ -32,6 +33,7 @@ from headgate.limits import Limit
 
 __all__ = [
     "AsyncLimiter",
+    "Calendar",
     "Clock",
     "Decision",
     "HeadgateError",

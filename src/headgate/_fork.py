@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["block_forks", "reinit_after_fork"]
 
-MAX_FORK_DELAY_S: Final = 1.0
-"""Upper bound on how long a fork waits for `block_forks`."""
+MAX_FORK_DELAY_S: Final = 1.0  # upper bound on how long a fork waits for `block_forks`
 
 
 class ForkAware(Protocol):
@@ -31,22 +30,22 @@ def reinit_after_fork(instance: ForkAware) -> None:
 
 
 class _ForkGuard:
-    """A lock that delays forks while a thread is inside a library whose own locks a child could never acquire."""
+    """Delays forks while threads are inside libraries whose own locks a child could never acquire."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.is_forking = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.changed = threading.Condition()
+        self.inside: set[object] = set()
 
     def before_fork(self) -> None:
-        self.is_forking = self.lock.acquire(timeout=MAX_FORK_DELAY_S)
+        if self.changed.acquire(timeout=MAX_FORK_DELAY_S):
+            self.changed.wait_for(lambda: not self.inside, MAX_FORK_DELAY_S)
 
     def after_in_parent(self) -> None:
-        if self.is_forking:
-            self.is_forking = False
-            self.lock.release()
-
-    def after_in_child(self) -> None:
-        self.lock, self.is_forking = threading.Lock(), False
+        with suppress(RuntimeError):  # this thread could not acquire it in time
+            self.changed.release()
 
 
 _guard = _ForkGuard()
@@ -55,13 +54,19 @@ _guard = _ForkGuard()
 @contextmanager
 def block_forks() -> Iterator[None]:
     """Delay forks while a background thread is inside a library such as SQLite."""
-    lock = _guard.lock
-    with lock:
+    changed, inside, token = _guard.changed, _guard.inside, object()
+    with changed:
+        inside.add(token)
+    try:
         yield
+    finally:
+        with changed:
+            inside.remove(token)
+            changed.notify_all()
 
 
 def _reset_all() -> None:
-    _guard.after_in_child()
+    _guard.reset()
     for instance in list(_objects):
         instance.reset_after_fork()
 

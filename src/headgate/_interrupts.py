@@ -76,10 +76,7 @@ class BackgroundThread:
         self.has_failed = False
         self._ended = InterruptSafeEvent()
         self._ident: int | None = None
-        self._name = name
-        self._target = target
-        self._args = args
-        self._failed = failed
+        self._name, self._target, self._args, self._failed = name, target, args, failed
         start_new_thread(self._launch, ())
 
     @property

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["low_priority", "release"]
 
 RELEASE_BATCH: Final = 1000
-
 SWITCH_INTERVAL_S: Final = 0.0005
 """Time after which another thread may run; Python's default is 5 ms. Shorter ones cost more than they gain."""
 
@@ -33,23 +32,25 @@ class _Pace:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._workers = 0
-        self._interval = SWITCH_INTERVAL_S
-        self._collects = True
+        self._interval, self._collects = SWITCH_INTERVAL_S, True
         reinit_after_fork(self)
 
-    def enter(self) -> None:
+    @contextmanager
+    def low_priority(self) -> Iterator[None]:
+        """Run a block at low priority: other threads run ten times as often, and garbage collection is off."""
         with self._lock:
             self._workers += 1
             if self._workers == 1:
                 self._interval, self._collects = sys.getswitchinterval(), gc.isenabled()
                 sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._interval))
                 gc.disable()
-
-    def leave(self) -> None:
-        with self._lock:
-            self._workers -= 1
-            if self._workers == 0:
-                self._restore()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._workers -= 1
+                if self._workers == 0:
+                    self._restore()
 
     def reset_after_fork(self) -> None:
         """Restore the settings: the workers are in the parent."""
@@ -69,17 +70,7 @@ class _Pace:
             gc.enable()
 
 
-_pace: Final = _Pace()
-
-
-@contextmanager
-def low_priority() -> Iterator[None]:
-    """Run a block at low priority: other threads run ten times as often, and garbage collection is off."""
-    _pace.enter()
-    try:
-        yield
-    finally:
-        _pace.leave()
+low_priority: Final = _Pace().low_priority
 
 
 def release(container: dict[Any, Any] | list[Any]) -> None:

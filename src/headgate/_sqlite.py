@@ -16,18 +16,17 @@ except ImportError:  # without file locks, only one process should write to a fi
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["FileId", "close_stale", "create_file", "file_id", "set_journal_mode"]
+__all__ = ["FileId", "close_stale", "create_file", "file_id", "lock_file", "set_journal_mode"]
 
-FileId = tuple[int, int]
-"""Device and inode."""
+FileId = tuple[int, int]  # device and inode
 
-MODE: Final = 0o600
-"""Permissions of new files. SQLite gives its -wal and -shm files those of the database."""
+MODE: Final = 0o600  # permissions of new files; SQLite gives its -wal and -shm files those of the database
 COMPANIONS: Final = ("-wal", "-shm", "-journal")
 LOCK_TIMEOUT_S: Final = 5.0
 RETRY_INTERVAL_S: Final = 0.005
-PRIMARY_CODE: Final = 0xFF
-"""The bits of an extended SQLite result code that hold the primary code."""
+PRIMARY_CODE: Final = 0xFF  # the bits of an extended SQLite result code that hold the primary code
+
+_kept: list[sqlite3.Connection] = []  # connections that are never closed
 
 
 def file_id(path: str | os.PathLike[str]) -> FileId | None:
@@ -52,7 +51,14 @@ def create_file(path: str | os.PathLike[str]) -> FileId | None:
         return found
     path = os.path.realpath(path)  # as SQLite does, to name its journals
     with _directory_lock(path):
-        return _create(path)
+        if (found := file_id(path)) is not None:
+            return found
+        for suffix in COMPANIONS:
+            with suppress(OSError):
+                os.unlink(path + suffix)
+        with suppress(OSError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, MODE))
+        return file_id(path)
 
 
 def close_stale(connection: sqlite3.Connection, path: str) -> None:
@@ -74,8 +80,25 @@ def close_stale(connection: sqlite3.Connection, path: str) -> None:
         stale: Any = connection
         stale.setconfig(option, True)
         connection.close()
-    else:
-        _keep_forever(connection)
+        return
+    _kept.append(connection)
+    with suppress(ImportError, AttributeError):  # not even closed when the interpreter clears its modules at exit
+        import ctypes
+
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+
+
+def lock_file(descriptor: int) -> bool:
+    """Lock a file exclusively until it is closed; False if another process has locked it. Where files cannot be locked,
+    do without."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def set_journal_mode(connection: sqlite3.Connection, mode: str, *, timeout: float) -> None:
@@ -91,17 +114,6 @@ def set_journal_mode(connection: sqlite3.Connection, mode: str, *, timeout: floa
             time.sleep(RETRY_INTERVAL_S)
         else:
             return
-
-
-def _create(path: str) -> FileId | None:
-    if (found := file_id(path)) is not None:
-        return found
-    for suffix in COMPANIONS:
-        with suppress(OSError):
-            os.unlink(path + suffix)
-    with suppress(OSError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, MODE))
-    return file_id(path)
 
 
 @contextmanager
@@ -132,15 +144,3 @@ def _lock(directory: int) -> None:
             return
         else:
             return
-
-
-_kept: list[sqlite3.Connection] = []
-
-
-def _keep_forever(connection: sqlite3.Connection) -> None:
-    """Never close a connection, not even when the interpreter clears its modules at exit."""
-    _kept.append(connection)
-    with suppress(ImportError, AttributeError):
-        import ctypes
-
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))

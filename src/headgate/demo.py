@@ -27,12 +27,10 @@ __all__ = ["ARRIVALS", "PURPOSES", "Row", "main", "play"]
 QUOTA: Final = 5
 COLUMNS: Final = 48
 COLUMN_US: Final = 50_000
-START_US: Final = 600_000
-"""Fixed windows start at whole seconds; the burst spans such a boundary."""
+START_US: Final = 600_000  # fixed windows start at whole seconds; the burst spans such a boundary
 ARRIVALS: Final = (*range(3, 13), *range(19, 34, 2))
 """The columns of the requests: ten in half a second, then twice the rate of the limit."""
-WORK_COLUMNS: Final = 12
-"""The duration of a request, for the concurrency limit."""
+WORK_COLUMNS: Final = 12  # the duration of a request, for the concurrency limit
 
 PURPOSES: Final = {
     "fixed_window": "One count per window: quotas and bills. Mind the boundary.",
@@ -74,11 +72,7 @@ class Tick(Enum):
     PASSED = ("■", "#", "32")
     WAITS = ("□", "o", "33")
     DENIED = ("×", "x", "31")
-    INSIDE_1 = ("▁", "1", "34")
-    INSIDE_2 = ("▂", "2", "34")
-    INSIDE_3 = ("▄", "3", "34")
-    INSIDE_4 = ("▆", "4", "34")
-    INSIDE_5 = ("█", "5", "34")
+    INSIDE_1, INSIDE_2, INSIDE_3, INSIDE_4, INSIDE_5 = ((glyph, str(n), "34") for n, glyph in enumerate("▁▂▄▆█", 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +154,13 @@ def chart(screen: DemoScreen, rows: list[Row], upto: int) -> list[str]:
     def cells(marks: Sequence[Tick]) -> str:
         return "".join(screen.draw(mark if column < upto else Tick.NOTHING) for column, mark in enumerate(marks))
 
+    axis = list(("─" if screen.unicode else "-") * COLUMNS)
+    for second in range(1, -(-(START_US + COLUMNS * COLUMN_US) // 1_000_000)):
+        column, label = (second * 1_000_000 - START_US) // COLUMN_US, f"{'┬' if screen.unicode else '+'} {second} s "
+        axis[column : column + len(label)] = label
     arrived = [Tick.ARRIVED if column in ARRIVALS else Tick.NOTHING for column in range(COLUMNS)]
-    lines = [
-        line("", screen.paint(_axis(screen), DIM), screen.paint("passed peak", DIM)),
-        line("requests", cells(arrived)),
-        "",
-    ]
+    head = line("", screen.paint("".join(axis), DIM), screen.paint("passed peak", DIM))
+    lines = [head, line("requests", cells(arrived)), ""]
     for row in rows:
         peak = row.peak if upto == COLUMNS else ""
         lines.append(line(row.algorithm, cells(row.answers), f"{row.passed(upto):>6} {peak:>4}"))
@@ -175,41 +170,20 @@ def chart(screen: DemoScreen, rows: list[Row], upto: int) -> list[str]:
     return lines
 
 
-def _axis(screen: DemoScreen) -> str:
-    """The time axis, labelled at whole seconds."""
-    axis = list(("─" if screen.unicode else "-") * COLUMNS)
-    for column in range(COLUMNS):
-        seconds, rest_us = divmod(START_US + column * COLUMN_US, 1_000_000)
-        if not rest_us:
-            label = f"{'┬' if screen.unicode else '+'} {seconds} s "
-            axis[column : column + len(label)] = label
-    return "".join(axis)
-
-
 def explain(screen: DemoScreen, rows: list[Row]) -> Iterator[str]:
     """The legend, the purpose of each algorithm, and an example with its output."""
     meanings = {Tick.PASSED: "passed", Tick.WAITS: "passed, but waits its turn", Tick.DENIED: "denied"}
     yield f"{'':18}" + "   ".join(f"{screen.draw(mark)} {meaning}" for mark, meaning in meanings.items())
-    yield f"{'':18}peak: the most that got through in any one second"
-    yield ""
+    yield f"{'':18}peak: the most that got through in any one second\n"
     yield from (f"  {screen.paint(f'{row.algorithm:<14}', BOLD)}  {PURPOSES[row.algorithm]}" for row in rows)
-    yield ""
-    yield "  In your own code it is eight lines:"
-    yield ""
+    yield "\n  In your own code it is eight lines:\n"
     yield from (f"    {screen.paint(line, CODE)}".rstrip() for line in EXAMPLE.splitlines())
-    yield ""
-    yield "  They have just printed, as the sixth request was one too many:"
-    yield ""
-    yield from ("    " + screen.paint(line, Tick.DENIED.value[2]) for line in wrap(_run_example(), 75))
-    yield ""
-    yield "  Next:"
-    yield from (f"    {screen.paint(f'{what:<18}', BOLD)}  {why}" for what, why in NEXT.items())
-
-
-def _run_example() -> str:
+    yield "\n  They have just printed, as the sixth request was one too many:\n"
     printed: list[str] = []
     exec(EXAMPLE, {"print": printed.append})
-    return printed[0]
+    yield from ("    " + screen.paint(line, Tick.DENIED.value[2]) for line in wrap(printed[0], 75))
+    yield "\n  Next:"
+    yield from (f"    {screen.paint(f'{what:<18}', BOLD)}  {why}" for what, why in NEXT.items())
 
 
 def main() -> None:

@@ -27,11 +27,16 @@ from headgate.local.maintenance import MaintenanceThread
 from headgate.local.prepaid import RefillCheck
 from headgate.local.single_flight import SingleFlight
 from headgate.local.tier import LocalTier
+from headgate.regions.model import read_regions
+from headgate.regions.reserved import DEFAULT_SAFE_SHARE
+from headgate.regions.routing import AtHome, RegionRouter, check_region
+from headgate.regions.worker import RegionWorker
+from headgate.runtime import SYSTEM, Runtime
 from headgate.stores import open_store
 from headgate.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
     from fractions import Fraction
     from typing import Self
 
@@ -41,20 +46,21 @@ if TYPE_CHECKING:
     from headgate.health import Health
     from headgate.limits import Limit
     from headgate.local.block_list import BlockList
+    from headgate.regions.cost import RegionCost
+    from headgate.regions.model import Regions
     from headgate.stores.operations import Call, Check
+    from headgate.stores.redis.region_client import RegionClient
 
 __all__ = ["AsyncEngine", "Engine", "SyncEngine"]
 
 T = TypeVar("T")
-
 DEFAULT_BUDGET_S: Final = 0.005
-RAISE_BUDGET_S: Final = 1.0
-"""Default budget where the only alternative to an answer of the store is an exception."""
+RAISE_BUDGET_S: Final = 1.0  # default budget where the only alternative to an answer of the store is an exception
 FIRST_CONNECTION_TIMEOUT_S: Final = 0.25
 """Upper bound on how long the constructor waits for the first connection, so that the first request need not."""
 DEFAULT_REMEMBER: Final = 10_000
-CLOSE_TIMEOUT_S: Final = 0.25
-"""Upper bound on how long `close` waits for prepaid tokens to be returned to the store."""
+DEFAULT_CENTRAL_BUDGET_S: Final = 0.5  # for a round trip to the home region
+CLOSE_TIMEOUT_S: Final = 0.25  # upper bound on how long `close` waits for prepaid tokens to be returned to the store
 CLOSE_POLL_INTERVAL_S: Final = 0.001
 
 
@@ -77,36 +83,83 @@ class Engine:
         share: float = 0.2,
         nodes: int = 1,
         on_event: Callable[[Event], Any] | None = None,
+        region: str | None = None,
+        regions: Mapping[str, Any] | None = None,
+        home: str | None = None,
+        central_budget: float = DEFAULT_CENTRAL_BUDGET_S,
+        safe_share: float = DEFAULT_SAFE_SHARE,
+        runtime: Runtime = SYSTEM,
     ) -> None:
-        if clock is not None and not callable(getattr(clock, "now_us", None)):
-            raise InvalidConfiguration(f"{clock!r} is not a clock: it must have a method now_us()")
-        default_clock = SystemClock()
-        events = EventEmitter(_checked_listener(on_event))
+        has_clock = clock is None or callable(getattr(clock, "now_us", None))
+        _check(has_clock, f"{clock!r} is not a clock: it must have a method now_us()")
+        is_name = isinstance(namespace, str) and 0 < len(namespace) <= 100 and namespace.isprintable()
+        _check(is_name, f"namespace {namespace!r}: use 1 to 100 printable characters")
+        if budget is None:
+            budget = RAISE_BUDGET_S if on_failure == "raise" else DEFAULT_BUDGET_S
+        problem = f"budget {budget!r}: give the seconds that the store may take, above 0 and at most 60"
+        _check(_is_number(budget) and 0 < budget <= 60, problem)
+        is_size = type(max_keys) is int and max_keys >= 1
+        _check(is_size, f"max_keys {max_keys!r} is not a whole number of at least 1")
+        if remember is None:
+            remember = DEFAULT_REMEMBER if clock is None else 0  # tests expect every answer from the store
+        problem = f"remember {remember!r} is not a number of denials: give a whole number, 0 for none"
+        _check(type(remember) is int and remember >= 0, problem)
+        problem = f"lease {lease!r}: give seconds from 0, which turns prepaying off, up to 1"
+        _check(_is_number(lease) and 0 <= lease <= 1, problem)
+        problem = f"on_event {on_event!r} cannot be called: give a function that takes an event"
+        _check(on_event is None or callable(on_event), problem)
+        problem = (
+            f"central_budget {central_budget!r}: give the seconds that the home region may take, above 0, up to 60"
+        )
+        _check(_is_number(central_budget) and 0 < central_budget <= 60, problem)
+        known_regions = read_regions(url, region, regions, home, safe_share)
+        default_clock: Clock = SystemClock() if runtime is SYSTEM else runtime
+        events = EventEmitter(on_event)
         fleet = FleetShare(share=share, nodes=nodes)
         self.clock = clock
         self.failure = FailurePolicy(on_failure, clock or default_clock, fleet)
         """The failure mode of checks that do not bring their own."""
         self.hold_times = HoldTimes()
-        self.store = open_store(
+        self.store = self._open_store(
             url,
             clock=clock,
             default_clock=default_clock,
-            namespace=_checked_namespace(namespace),
-            budget=_checked_budget(budget, on_failure),
-            max_keys=_checked_max_keys(max_keys),
+            namespace=escape(namespace),
+            budget=float(budget),
+            max_keys=max_keys,
             asynchronous=self.is_async,
         )
         self.memory: MemoryStore | None = self.store if isinstance(self.store, MemoryStore) else None
         """The store if it is in memory: it answers at once and cannot fail, so that nothing else is consulted."""
         self._owns_store = True
-        self.local = LocalTier(events, clock=clock, fleet=fleet)
-        self.local.configure(remember=_checked_remember(remember, clock), lease_us=_checked_lease(lease))
+        self.local = LocalTier(events, clock=clock, fleet=fleet, runtime=runtime)
+        self.local.configure(remember=remember, lease_us=round(lease * 1_000_000))
         self.maintenance: MaintenanceThread | None = None
         if self.memory is None:
             reports = on_failure != "raise" or on_event is not None
-            self.maintenance = MaintenanceThread(self.local, self.store, events, sends_heartbeats=reports)
+            self.maintenance = MaintenanceThread(self.local, self.store, sends_heartbeats=reports, runtime=runtime)
         self.preconnects = self.maintenance is not None and on_failure != "raise"
         """True if the first request should find a connection, as its budget is too short to open one."""
+        self.worker: RegionWorker | None = None
+        """The background work between regions; None without regions."""
+        self.router: Any = None
+        """Translates limits with a region mode; None without regions."""
+        if known_regions is not None:
+            opener = _ClientOpener(known_regions, self.store, clock, default_clock, escape(namespace))
+            self.worker = RegionWorker(known_regions, opener)
+            self.router = RegionRouter(known_regions, self.worker, (clock or default_clock).now_us)
+        self.home: Any = None
+        """The engine of the home region's store; None without regions, and in the home region itself."""
+        if known_regions is not None and not known_regions.is_home:
+            local: dict[str, Any] = {"remember": remember, "lease": lease, "share": share, "nodes": nodes}
+            options: dict[str, Any] = {
+                "clock": clock,
+                "namespace": namespace,
+                "on_failure": on_failure,
+                "on_event": on_event,
+                **local,
+            }
+            self.home = type(self)(known_regions.home_url, budget=central_budget, **options)
         if self.preconnects:
             self.store.warm(wait=FIRST_CONNECTION_TIMEOUT_S)
 
@@ -120,6 +173,9 @@ class Engine:
             engine.local.block_list = block_list
         return engine
 
+    def _open_store(self, url: Any, **options: Any) -> Any:
+        return open_store(url, **options)
+
     def disconnect_store(self) -> None:
         """Answer by the failure mode from now on, as if the store were unavailable: for tests."""
         self.store, self.memory = _UnavailableStore(), None
@@ -128,6 +184,14 @@ class Engine:
     def tier(self) -> LocalTier | None:
         """The local tier for flows: None for a store in memory, which is asked for every check."""
         return self.local if self.memory is None else None
+
+    def bound(self, limit: Limit) -> int:
+        """The most that all regions together may admit in one period beyond what one store would."""
+        if self.router is None:
+            check_region([limit.by()])
+            return 0
+        cost: RegionCost = self.router.cost(limit)
+        return cost.bound
 
     def health(self) -> Health:
         """Report whether the store decides, the state of its servers, and the debt of an outage."""
@@ -139,6 +203,10 @@ class Engine:
 
     def join_fleet(self) -> FleetShare:
         """Send heartbeats and follow the block list, for a gate; return this node's share of the limits."""
+        if self.home is not None:
+            self.home.store.warm()
+        if self.worker is not None:
+            self.worker.ensure_exchange()
         if self.maintenance is not None:
             self.maintenance.sends_heartbeats = self.maintenance.needs_block_list = True
             self.maintenance.ensure()
@@ -155,12 +223,27 @@ class Engine:
         lease_us: int,
         announced: Iterable[Limit],
         never_leased: Iterable[Limit],
+        central_budget: float | None = None,
     ) -> None:
         """Apply the store settings of a policy."""
         local = self.local
         local.fleet.share = share
         if self.maintenance is None:
             return
+        if self.router is not None:
+            (announced, announced_at_home), (never_leased, never_leased_at_home) = [
+                self.router.counted_limits(limits) for limits in (announced, never_leased)
+            ]
+            if self.home is not None:
+                self.home.configure(
+                    budget=central_budget or self.home.store.budget,
+                    share=share,
+                    nodes=nodes,
+                    remember=remember,
+                    lease_us=lease_us,
+                    announced=announced_at_home,
+                    never_leased=never_leased_at_home,
+                )
         self.store.set_budget(budget)
         if not self.maintenance.knows_fleet_size:
             local.fleet.nodes = nodes
@@ -168,14 +251,15 @@ class Engine:
         local.prepaid.announce(announced)
         local.prepaid.exclude(never_leased)
 
-    # ---------------------------------------------------------------- block list: these may wait for the store
-
     def block(self, block: LiveBlock) -> None:
+        """Add a block. Like the next two methods, it may wait for the store."""
         kind, value, until_us, reason = block
         if self.maintenance is not None:
             with closing(self.store.background_client()) as client:
                 client.block(kind, value, until_us=until_us, reason=reason)
         self.local.block_list.set(*block)
+        if self.worker is not None and (notice := self.router.residency.notice(kind, value, reason)):
+            self.worker.ensure_exchange().post_block(notice.kind, notice.value, until_us=until_us, reason=notice.reason)
 
     def unblock(self, block: LiveBlock) -> bool:
         """True if there was such a block."""
@@ -185,6 +269,8 @@ class Engine:
         with closing(self.store.background_client()) as client:
             existed: bool = client.unblock(kind, value)
         self.local.block_list.drop(kind, value)
+        if self.worker is not None and (notice := self.router.residency.notice(kind, value)):
+            self.worker.ensure_exchange().post_unblock(notice.kind, notice.value)
         return existed
 
     def blocks(self) -> list[LiveBlock]:
@@ -193,8 +279,6 @@ class Engine:
             return [block for block in self.local.block_list if block.applies_at(now_us)]
         with closing(self.store.background_client()) as client:
             return [LiveBlock(*block) for block in client.blocks()]
-
-    # ---------------------------------------------------------------- for the drivers
 
     def stopwatch(self) -> Callable[[], float]:
         """A function that returns the seconds since this call, on the clock by which the engine waits."""
@@ -212,6 +296,10 @@ class Engine:
         maintenance = self.maintenance
         if maintenance is None:
             return
+        if self.worker is not None:
+            self.worker.close()
+            while self.worker.is_stopping:
+                yield CLOSE_POLL_INTERVAL_S
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         self.local.stop_prepaying()
         while self.local.prepaid.pending_refills and time.monotonic() < deadline:
@@ -228,21 +316,29 @@ class SyncEngine(Engine):
 
     def decide(self, check: Check, fallback: Fallback) -> Decision:
         """Decide a check; see `headgate.flow` for the order of steps."""
-        local = self.local
-        found = flow.start(check, local, fallback)
+        local, router = self.local, self.router
+        counted = check if router is None else router.own_check(check)
+        found = flow.start(counted, local, fallback, router)
         if found is None:
             sent_ns = local.now_ns()
             try:
-                decision: Decision = self.store.run(check)
+                decision: Decision = self.store.run(counted)
             except StoreError as error:
-                return local.handle_failure(check, error, fallback)
-            local.record_answer(check, decision, sent_ns)
+                decision = local.handle_failure(counted, error, fallback)
+            else:
+                local.record_answer(counted, decision, sent_ns)
+        else:
+            decision = found if isinstance(found, Decision) else self.drive(found)
+        if counted is check:
             return decision
-        return found if isinstance(found, Decision) else self.drive(found)
+        if decision[0]:
+            return router.finish(check, counted, decision)  # type: ignore[no-any-return]
+        finished = flow.finish(check, counted, decision, local, fallback, router)
+        return finished if isinstance(finished, Decision) else self.drive(finished)
 
-    def run(self, operation: Call) -> Any:
-        """Run any operation; only checks have a failure mode."""
-        return self.drive(flow.run(operation, self.tier, self.failure))
+    def run(self, operation: Call, fallback: Fallback | None = None) -> Any:
+        """Run any operation; only checks have a failure mode, by default that of the engine."""
+        return self.drive(flow.run(operation, self.tier, fallback or self.failure, self.router))
 
     def drive(self, steps: Generator[Any, Any, T]) -> T:
         """Run a flow to its end and return its result."""
@@ -261,6 +357,8 @@ class SyncEngine(Engine):
                         sleep(step.seconds)
                     elif isinstance(step, SingleFlight):
                         step.wait(2 * self.store.budget)
+                    elif isinstance(step, AtHome) and self.home is not None:
+                        result = self.home.run(step.operation, step.fallback)
                     else:
                         result = self.store.run(step)
                 except StoreError as error:
@@ -276,6 +374,8 @@ class SyncEngine(Engine):
                 refill.abandon()
 
     def close(self) -> None:
+        if self.home is not None:
+            self.home.close()
         for seconds in self._stop_maintenance():
             time.sleep(seconds)
         if self._owns_store:
@@ -289,24 +389,33 @@ class AsyncEngine(Engine):
 
     async def decide(self, check: Check, fallback: Fallback) -> Decision:
         """Decide a check; see `headgate.flow` for the order of steps."""
-        local = self.local
-        found = flow.start(check, local, fallback)
+        local, router = self.local, self.router
+        counted = check if router is None else router.own_check(check)
+        found = flow.start(counted, local, fallback, router)
         if found is None:
             sent_ns = local.now_ns()
             try:
-                decision: Decision = await self.store.run(check)
+                decision: Decision = await self.store.run(counted)
             except StoreError as error:
-                return local.handle_failure(check, error, fallback)
-            local.record_answer(check, decision, sent_ns)
+                decision = local.handle_failure(counted, error, fallback)
+            else:
+                local.record_answer(counted, decision, sent_ns)
+        else:
+            decision = found if isinstance(found, Decision) else await self.drive(found)
+        if counted is check:
             return decision
-        return found if isinstance(found, Decision) else await self.drive(found)
+        if decision[0]:
+            return router.finish(check, counted, decision)  # type: ignore[no-any-return]
+        finished = flow.finish(check, counted, decision, local, fallback, router)
+        return finished if isinstance(finished, Decision) else await self.drive(finished)
 
-    async def run(self, operation: Call) -> Any:
-        """Run any operation; only checks have a failure mode."""
-        return await self.drive(flow.run(operation, self.tier, self.failure))
+    async def run(self, operation: Call, fallback: Fallback | None = None) -> Any:
+        """Run any operation; only checks have a failure mode, by default that of the engine."""
+        return await self.drive(flow.run(operation, self.tier, fallback or self.failure, self.router))
 
     async def drive(self, steps: Generator[Any, Any, T]) -> T:
         """Run a flow to its end and return its result."""
+        sleep = getattr(self.clock, "sleep", None)
         refill: asyncio.Future[Any] | None = None
         try:
             step = next(steps)
@@ -314,9 +423,13 @@ class AsyncEngine(Engine):
                 try:
                     result: Any = None
                     if isinstance(step, flow.Pause):
-                        await self._sleep(step.seconds)
+                        if sleep is not None:  # of a fake clock
+                            sleep(step.seconds)
+                        await asyncio.sleep(0 if sleep is not None else step.seconds)
                     elif isinstance(step, SingleFlight):
                         await step.future(2 * self.store.budget)
+                    elif isinstance(step, AtHome) and self.home is not None:
+                        result = await self.home.run(step.operation, step.fallback)
                     elif self.memory is not None:
                         result = self.memory.run(step)
                     elif type(step) is RefillCheck:
@@ -339,18 +452,14 @@ class AsyncEngine(Engine):
                 refill.add_done_callback(partial(_finish_refill, steps))
 
     async def close(self) -> None:
+        if self.home is not None:
+            await self.home.close()
         for seconds in self._stop_maintenance():
             await asyncio.sleep(seconds)
         if self.memory is None:
             await self.store.close()
         elif self._owns_store:
             self.memory.close()
-
-    async def _sleep(self, seconds: float) -> None:
-        sleep = getattr(self.clock, "sleep", None)
-        if sleep is not None:
-            sleep(seconds)
-        await asyncio.sleep(0 if sleep is not None else seconds)
 
 
 class _RefillThread:
@@ -412,6 +521,23 @@ def _finish_refill(steps: flow.Flow, refill: asyncio.Future[Any]) -> None:
     steps.close()
 
 
+class _ClientOpener:
+    """Opens clients of the regions' stores for background work."""
+
+    def __init__(self, regions: Regions, store: Any, clock: Clock | None, default_clock: Clock, namespace: str) -> None:
+        self._regions, self._store = regions, store
+        self._options: dict[str, Any] = {"clock": clock, "default_clock": default_clock, "namespace": namespace}
+
+    def __call__(self, region: str) -> RegionClient:
+        from headgate.stores.redis.region_client import RegionClient
+
+        if region == self._regions.own:
+            return RegionClient(self._store.background_client())
+        url = dict(self._regions.urls)[region]
+        store = open_store(url, **self._options, budget=RAISE_BUDGET_S, max_keys=1, asynchronous=False)
+        return RegionClient(store.background_client())
+
+
 class _UnavailableStore:
     """A store that fails every operation, for tests."""
 
@@ -425,44 +551,10 @@ class _UnavailableStore:
         """Nothing to close."""
 
 
-def _checked_namespace(namespace: str) -> str:
-    if not isinstance(namespace, str) or not namespace or not namespace.isprintable() or len(namespace) > 100:
-        raise InvalidConfiguration(f"namespace {namespace!r}: use 1 to 100 printable characters")
-    return escape(namespace)
+def _check(is_valid: bool, problem: str) -> None:
+    if not is_valid:
+        raise InvalidConfiguration(problem)
 
 
-def _checked_budget(budget: float | None, on_failure: str) -> float:
-    if budget is None:
-        return RAISE_BUDGET_S if on_failure == "raise" else DEFAULT_BUDGET_S
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 60:
-        raise InvalidConfiguration(
-            f"budget {budget!r}: give the seconds that the store may take, above 0 and at most 60"
-        )
-    return float(budget)
-
-
-def _checked_remember(remember: int | None, clock: Clock | None) -> int:
-    if remember is None:
-        # An injected clock is for tests, which expect every answer from the store.
-        return DEFAULT_REMEMBER if clock is None else 0
-    if type(remember) is not int or remember < 0:
-        raise InvalidConfiguration(f"remember {remember!r} is not a number of denials: give a whole number, 0 for none")
-    return remember
-
-
-def _checked_lease(lease: float) -> int:
-    if isinstance(lease, bool) or not isinstance(lease, int | float) or not 0 <= lease <= 1:
-        raise InvalidConfiguration(f"lease {lease!r}: give seconds from 0, which turns prepaying off, up to 1")
-    return round(lease * 1_000_000)
-
-
-def _checked_listener(on_event: Any) -> Any:
-    if on_event is not None and not callable(on_event):
-        raise InvalidConfiguration(f"on_event {on_event!r} cannot be called: give a function that takes an event")
-    return on_event
-
-
-def _checked_max_keys(max_keys: int) -> int:
-    if type(max_keys) is not int or max_keys < 1:
-        raise InvalidConfiguration(f"max_keys {max_keys!r} is not a whole number of at least 1")
-    return max_keys
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -7,7 +7,7 @@ from fractions import Fraction
 from math import isfinite
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, get_args
 
-from headgate.algorithms import ALGORITHMS, NEVER
+from headgate.algorithms import NEVER
 from headgate.decisions import Decision
 from headgate.errors import InvalidConfiguration
 from headgate.keys import Key
@@ -25,10 +25,8 @@ __all__ = ["FailureMode", "FailurePolicy", "Fallback", "FleetShare", "local_limi
 
 FailureMode: TypeAlias = Literal["raise", "open", "closed", "local"]
 
-CLOSED_RETRY_US: Final = 1_000_000
-"""The retry time of a limiter that fails closed: the end of the outage is unknown."""
+CLOSED_RETRY_US: Final = 1_000_000  # the retry time of a limiter that fails closed: the end of the outage is unknown
 MAX_CACHED_LIMITS: Final = 10_000
-
 _OPEN: Final = (0, 0, 0, 0)
 _CLOSED: Final = (0, CLOSED_RETRY_US, CLOSED_RETRY_US, 0)
 
@@ -118,7 +116,11 @@ class FailurePolicy:
         verdict = _CLOSED if self.mode == "closed" and (cost if type(cost) is int else any(check.costs)) else _OPEN
         verdicts: tuple[Verdict, ...] = (verdict,) * len(keys)
         if any([each > key[0].capacity for key, each in zip(keys, check.costs, strict=True)]):  # noqa: C419 - faster
-            verdict, verdicts = _CLOSED, _mark_unsatisfiable(check, verdicts)  # known without the store
+            verdict = _CLOSED  # known without the store
+            verdicts = tuple(
+                (each[0], NEVER, *each[2:]) if amount > key.limit.capacity else each
+                for key, amount, each in zip(keys, check.costs, verdicts, strict=True)
+            )
         return _new_tuple(Decision, (verdict is _OPEN, keys, verdicts, id, reason, 0, 0, cost))
 
     def answer(self, operation: Call, error: StoreError) -> bool:
@@ -136,24 +138,16 @@ class FailurePolicy:
         verdicts = local.verdicts
         if not local.allowed:
             # A cost that is too large for this node's part may fit the limit: it passes when the store is back.
+            fits = [each <= key.limit.capacity for key, each in zip(keys, check.costs, strict=True)]
             verdicts = tuple(
-                (verdict[0], CLOSED_RETRY_US, *verdict[2:])
-                if verdict[1] == NEVER and cost <= key.limit.capacity
-                else verdict
-                for key, cost, verdict in zip(keys, check.costs, verdicts, strict=True)
+                (each[0], CLOSED_RETRY_US, *each[2:]) if each[1] == NEVER and fit else each
+                for fit, each in zip(fits, verdicts, strict=True)
             )
         return Decision(local.allowed, keys, verdicts, id, reason, local.at_us, 0, cost)
 
     def _local_key(self, key: Key) -> Key:
         limit, parts, identity = key
         return _new_tuple(Key, (self._fleet.local_limit(limit), parts, identity))
-
-
-def _mark_unsatisfiable(check: Check, verdicts: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
-    return tuple(
-        (verdict[0], NEVER, *verdict[2:]) if cost > key.limit.capacity else verdict
-        for key, cost, verdict in zip(check.keys, check.costs, verdicts, strict=True)
-    )
 
 
 def local_limit(limit: Limit, portion: Fraction) -> Limit:
@@ -173,7 +167,9 @@ def local_limit(limit: Limit, portion: Fraction) -> Limit:
     rate = limit.quota * portion / limit.period_us
     if rate * HORIZON_US < 1:
         return _resized(limit, 1, HORIZON_US)  # the slowest limit: one in ten years
-    if not ALGORITHMS[limit.algorithm].SHAPES_BURST:
+    if limit.calendar is not None and limit.capacity * portion >= 1:
+        return Limit(whole, limit.period, name=limit.name)
+    if not limit.implementation.SHAPES_BURST:
         return _resized(limit, whole, max(limit.period_us, -int(-whole // rate)))
     # The rate itself, or the nearest lower one whose numbers stay exact.
     exact = _nearest_below(rate, min(HORIZON_US, int((EXACT - 1) / (whole + rate))))
@@ -191,19 +187,14 @@ def _resized(limit: Limit, quota: int, period_us: int, burst: int | None = None)
 
 def _nearest_below(number: Fraction, max_denominator: int) -> Fraction:
     """The largest fraction that is not above the number and has at most that denominator."""
-    if number.denominator <= max_denominator:
-        return number
-    # Continued fraction: two neighbours, one on each side of the number, that converge to it.
-    one, other = (0, 1), (1, 0)
-    numerator, denominator = number.numerator, number.denominator
-    while True:
-        steps = numerator // denominator
-        if one[1] + steps * other[1] > max_denominator:
-            break
-        one, other = other, (one[0] + steps * other[0], one[1] + steps * other[1])
-        numerator, denominator = denominator, numerator - steps * denominator
-    steps = (max_denominator - one[1]) // other[1]
-    return min(Fraction(one[0] + steps * other[0], one[1] + steps * other[1]), Fraction(*other))
+    nearest = number.limit_denominator(max_denominator)
+    if nearest <= number:
+        return nearest
+    # The left neighbour in the Farey sequence of that order.
+    numerator, denominator = nearest.numerator, nearest.denominator
+    inverse = pow(numerator, -1, denominator)
+    left = inverse + (max_denominator - inverse) // denominator * denominator
+    return Fraction((numerator * left - 1) // denominator, left)
 
 
 def _checked_share(share: object) -> Fraction:

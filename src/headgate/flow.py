@@ -13,7 +13,6 @@ A check goes through these steps (the block list comes before: it is about ident
 
 from __future__ import annotations
 
-from random import Random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from headgate.decisions import Decision
@@ -22,7 +21,8 @@ from headgate.leases import log_failed_release
 from headgate.local.sharded_limits import merge, shard, shard_operation
 from headgate.local.single_flight import SingleFlight
 from headgate.local.tier import SAMPLE_MASK
-from headgate.stores.operations import Check, IdempotentCheck, Leave, Refund, Renew, Withdraw
+from headgate.regions.routing import AtHome, check_region, merge_regions, select
+from headgate.stores.operations import Check, IdempotentCheck, Leave, Refund, Renew, Reset, Withdraw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from headgate.keys import Key
     from headgate.leases import HoldTimes
     from headgate.local.tier import LocalTier
-    from headgate.stores.operations import Call
+    from headgate.regions.routing import RegionRouter
+    from headgate.stores.operations import Call, Deposit
 
-__all__ = ["Flow", "Pause", "acquire", "change", "decide", "release", "run", "start"]
+__all__ = ["Flow", "Pause", "acquire", "change", "decide", "finish", "release", "run", "start"]
 
 FIRST_POLL_S: Final = 0.005
 MAX_POLL_S: Final = 0.1
@@ -46,9 +47,6 @@ itself, and each wait before that adds to its latency."""
 
 Flow: TypeAlias = "Generator[Any, Any, Any]"
 
-_pick: Final = Random().randrange
-"""Chooses the shard of a limit with `split`."""
-
 
 class Pause(NamedTuple):
     """Wait for so long, then continue the flow."""
@@ -56,15 +54,17 @@ class Pause(NamedTuple):
     seconds: float
 
 
-def start(check: Check, local: LocalTier, fallback: Fallback) -> Decision | Flow | None:
+def start(
+    check: Check, local: LocalTier, fallback: Fallback, router: RegionRouter | None = None
+) -> Decision | Flow | None:
     """Begin a check: return its decision if it is known locally, or the flow that leads to it.
 
     None is the common case, in which nothing is known: the engine sends the check to the store, then calls
     `LocalTier.record_answer` or `LocalTier.handle_failure`. It does so without a generator, as every request pays.
     """
     for key in check[0]:
-        if key[0].split > 1:
-            return _decide_sharded(check, local, fallback)
+        if key[0].is_composite:
+            return _decide_composite(check, local, fallback, router)
     local.checks += 1
     if not local.is_active and local.checks & SAMPLE_MASK:
         return None
@@ -72,21 +72,45 @@ def start(check: Check, local: LocalTier, fallback: Fallback) -> Decision | Flow
     return found if found is None or isinstance(found, Decision) else _continue(check, found, local, fallback)
 
 
-def decide(check: Check, local: LocalTier | None, fallback: Fallback) -> Flow:
+def decide(check: Check, local: LocalTier | None, fallback: Fallback, router: RegionRouter | None = None) -> Flow:
     """Decide a check; without a local tier, which a store in memory does not need, the store alone does."""
     if local is None:
         return (yield check)
-    found = start(check, local, fallback)
+    found = start(check, local, fallback, router)
     if found is None:
         found = _continue(check, None, local, fallback)
     return found if isinstance(found, Decision) else (yield from found)
 
 
-def change(operation: Call, local: LocalTier | None, fallback: Fallback | None = None) -> Flow:
+def change(
+    operation: Call, local: LocalTier | None, fallback: Fallback | None = None, router: RegionRouter | None = None
+) -> Flow:
     """Run an operation that is not a check; without a fallback, an error of the store is raised."""
     if local is None:
         return (yield operation)
-    operation = shard_operation(operation, _pick)
+    if router is None:
+        check_region(operation.keys if isinstance(operation, Check | Reset) else (operation.key,))
+        return (yield from _change_own(operation, local, fallback))
+    result = None
+    for step in router.route(operation):
+        result = (
+            yield from _change_home(step, fallback) if isinstance(step, AtHome) else _change_own(step, local, fallback)
+        )
+    router.record_change(operation, result=result)
+    return result
+
+
+def _change_home(step: AtHome, fallback: Fallback | None) -> Flow:
+    try:
+        return (yield step)
+    except StoreError as error:
+        if fallback is None:
+            raise
+        return fallback.answer(step.operation, error)
+
+
+def _change_own(operation: Call, local: LocalTier, fallback: Fallback | None) -> Flow:
+    operation = shard_operation(operation, local.pick)
     try:
         return (yield operation)
     except StoreError as error:
@@ -98,9 +122,11 @@ def change(operation: Call, local: LocalTier | None, fallback: Fallback | None =
         local.invalidate(operation)
 
 
-def run(operation: Call, local: LocalTier | None, fallback: Fallback) -> Flow:
+def run(operation: Call, local: LocalTier | None, fallback: Fallback, router: RegionRouter | None = None) -> Flow:
     """Run any operation: a check with its failure mode, all others without."""
-    return decide(operation, local, fallback) if isinstance(operation, Check) else change(operation, local)
+    if isinstance(operation, Check):
+        return decide(operation, local, fallback, router)
+    return change(operation, local, router=router)
 
 
 def release(
@@ -111,12 +137,13 @@ def release(
     *,
     hold_times: HoldTimes,
     elapsed: Callable[[], float],
+    router: RegionRouter | None = None,
 ) -> Flow:
     """End the leases of a hold. A failure is logged and not raised: the lease expires by itself."""
     for key in keys:
         hold_times.record(key.limit, elapsed())
         with log_failed_release(key, id):
-            yield from change(Leave(key, id), local, fallback)
+            yield from change(Leave(key, id), local, fallback, router)
 
 
 def acquire(
@@ -126,17 +153,18 @@ def acquire(
     *,
     timeout: float | None,
     elapsed: Callable[[], float],
+    router: RegionRouter | None = None,
 ) -> Flow:
     """Wait until a check is allowed; return the denial as soon as waiting cannot help within the timeout."""
-    held = {} if timeout is None else (yield from _find_held(check, local, fallback))
+    held = {} if timeout is None else (yield from _find_held(check, local, fallback, router))
     poll = FIRST_POLL_S
     while True:
-        decision: Decision = yield from decide(check, local, fallback)
+        decision: Decision = yield from decide(check, local, fallback, router)
         left = None if timeout is None else timeout - elapsed()
         if decision.allowed:
             if decision.delay_us and left is not None and decision.delay > left:
-                yield from _undo(check, decision, local, fallback, held)
-                peeked: Decision = yield from decide(Check(check.keys, 0, check.id), local, fallback)
+                yield from _undo(check, decision, local, fallback, held, router)
+                peeked: Decision = yield from decide(Check(check.keys, 0, check.id), local, fallback, router)
                 return peeked._replace(allowed=False, verdicts=_denied_verdicts(peeked, decision))
             if decision.delay_us:
                 yield Pause(decision.delay)
@@ -169,9 +197,68 @@ def _continue(check: Check, found: SingleFlight | Flow | None, local: LocalTier,
         return local.handle_failure(check, error, fallback)
 
 
-def _decide_sharded(check: Check, local: LocalTier, fallback: Fallback) -> Flow:
-    decision = yield from decide(shard(check, _pick), local, fallback)
+def finish(
+    check: Check, counted: Check, decision: Decision, local: LocalTier, fallback: Fallback, router: RegionRouter
+) -> Decision | Flow:
+    """The decision on a check, given that on the keys which its region counts; or the flow that leads to it."""
+    if not decision[0] and (deposits := router.safe_deposits(counted, decision)):
+        return _use_safe_shares(check, counted, deposits, local, fallback, router)
+    return router.finish(check, counted, decision)
+
+
+def _use_safe_shares(
+    check: Check, counted: Check, deposits: list[Deposit], local: LocalTier, fallback: Fallback, router: RegionRouter
+) -> Flow:
+    """Decide again after the region's own tokens were added to the pools of reserved limits."""
+    for deposit in deposits:
+        yield from _change_own(deposit, local, fallback)
+    decision: Decision = yield from decide(counted, local, fallback)
+    return router.finish(check, counted, decision)
+
+
+def _decide_composite(check: Check, local: LocalTier, fallback: Fallback, router: RegionRouter | None) -> Flow:
+    """Decide a check on the shards of its keys, and on those that their region modes count."""
+    if router is None:
+        check_region(check.keys)
+    else:
+        counted = router.own_check(check)
+        if counted is not check:
+            decision = yield from decide(counted, local, fallback)
+            finished = finish(check, counted, decision, local, fallback, router)
+            return finished if isinstance(finished, Decision) else (yield from finished)
+        if any(router.is_remote(key) for key in check.keys):
+            return (yield from _decide_at_home(check, local, fallback, router))
+    decision = yield from decide(shard(check, local.pick), local, fallback)
     return merge(check, decision)
+
+
+def _decide_at_home(check: Check, local: LocalTier, fallback: Fallback, router: RegionRouter) -> Flow:
+    """Decide a check first on the keys of the own region, then on those of the home region."""
+    remote = [index for index, key in enumerate(check.keys) if router.is_remote(key)]
+    own = [index for index in range(len(check.keys)) if index not in remote]
+    parts: list[tuple[list[int], Decision]] = []
+    if own:
+        decision = yield from decide(select(check, own, check.keys), local, fallback, router)
+        parts.append((own, decision))
+    if not own or decision.allowed:
+        home_keys = [router.counted(key) if router.is_remote(key) else key for key in check.keys]
+        try:
+            decision = yield AtHome(select(check, remote, home_keys), fallback)
+        except StoreError:
+            yield from _undo_own(check, own, parts, local, fallback, router)
+            raise
+        if not decision.allowed:
+            yield from _undo_own(check, own, parts, local, fallback, router)
+        parts.append((remote, decision))
+    return merge_regions(check, parts)
+
+
+def _undo_own(
+    check: Check, own: list[int], parts: list[Any], local: LocalTier, fallback: Fallback, router: RegionRouter
+) -> Flow:
+    """Return what the own region was charged for a request that the home region does not admit."""
+    if parts and check.cost:
+        yield from _undo(select(check, own, check.keys), parts[0][1], local, fallback, {}, router)
 
 
 def _ask_store(check: Check, local: LocalTier) -> Flow:
@@ -232,25 +319,32 @@ def _expected_wait(decision: Decision) -> tuple[float, float, bool]:
     return wait, max([each or 0 for each in least], default=0), not timed
 
 
-def _find_held(check: Check, local: LocalTier | None, fallback: Fallback) -> Flow:
+def _find_held(check: Check, local: LocalTier | None, fallback: Fallback, router: RegionRouter | None = None) -> Flow:
     """Find the leases that the caller holds already: `acquire` must not end these when it gives up."""
     held: dict[Key, bool] = {}
     if check.id is not None and any(key.limit.algorithm == "leaky_bucket" for key in check.keys):
         for key in check.keys:
             if key.limit.algorithm == "concurrency":
-                held[key] = yield from change(Renew(key, check.id), local, fallback)
+                held[key] = yield from change(Renew(key, check.id), local, fallback, router)
     return held
 
 
-def _undo(check: Check, decision: Decision, local: LocalTier | None, fallback: Fallback, held: dict[Key, bool]) -> Flow:
+def _undo(
+    check: Check,
+    decision: Decision,
+    local: LocalTier | None,
+    fallback: Fallback,
+    held: dict[Key, bool],
+    router: RegionRouter | None = None,
+) -> Flow:
     """Give up the place in a queue whose turn comes too late. With an id, the next attempt is decided anew."""
     kind = Withdraw if isinstance(check, IdempotentCheck) else Refund
     for key, cost in zip(check.keys, check.costs, strict=True):
         if key.limit.algorithm != "concurrency":
             id = check.id if kind is Withdraw else None
-            yield from change(kind(key, cost, id, decision.at_us or None), local, fallback)
+            yield from change(kind(key, cost, id, decision.at_us or None), local, fallback, router)
         elif not held.get(key):
-            yield from change(Leave(key, decision.id or ""), local, fallback)
+            yield from change(Leave(key, decision.id or ""), local, fallback, router)
 
 
 def _denied_verdicts(peeked: Decision, admitted: Decision) -> tuple[Verdict, ...]:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from headgate._fork import reinit_after_fork
 from headgate.errors import InvalidConfiguration, StoreError
@@ -27,6 +27,7 @@ __all__ = [
     "HoldTimes",
     "LeaseRenewer",
     "checked_timeout",
+    "keep_task",
     "leased_keys",
     "log_failed_release",
     "release_on_cancel",
@@ -35,8 +36,8 @@ __all__ = [
 
 logger = logging.getLogger("headgate")
 
-RENEWALS_PER_LEASE: Final = 3
-"""Two renewals may fail before a lease is lost."""
+T = TypeVar("T")
+RENEWALS_PER_LEASE: Final = 3  # two renewals may fail before a lease is lost
 
 
 class HoldTimes:
@@ -55,10 +56,8 @@ class HoldTimes:
     DEFAULT_WAIT_US: Final = 2_000_000
     """Without observations: long enough to slow retries down, short compared with most lease times."""
     MIN_WAIT_US: Final = 1_000_000
-    WEIGHT: Final = 0.2
-    """The weight of the newest hold time."""
-    MAX_LIMITS: Final = 1_000
-    """Upper bound on the averages; the least recently used goes first."""
+    WEIGHT: Final = 0.2  # the weight of the newest hold time
+    MAX_LIMITS: Final = 1_000  # upper bound on the averages; the least recently used goes first
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,27 +106,25 @@ class LeaseRenewer:
     def start(self, keys: list[Key], id: str, renew: Callable[..., bool]) -> Callable[[], None]:
         """Renew the leases until the returned function is called."""
         with self._changed:
-            numbers = [self._schedule(key, id, renew) for key in keys]
+            numbers = [next(self._numbers) for _ in keys]
+            self._held.update(numbers)
+            for number, key in zip(numbers, keys, strict=True):
+                heappush(self._due, (time.monotonic() + _interval(key), number, key, id, renew))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="headgate-renewals", daemon=True)
                 self._thread.start()
             self._changed.notify()
-        return lambda: self._stop(numbers)
+
+        def stop() -> None:
+            with self._changed:
+                self._held.difference_update(numbers)
+                self._changed.notify()
+
+        return stop
 
     def close(self) -> None:
         with self._changed:
             self._held.clear()
-            self._changed.notify()
-
-    def _schedule(self, key: Key, id: str, renew: Callable[..., bool]) -> int:
-        number = next(self._numbers)
-        self._held.add(number)
-        heappush(self._due, (time.monotonic() + _interval(key), number, key, id, renew))
-        return number
-
-    def _stop(self, numbers: list[int]) -> None:
-        with self._changed:
-            self._held.difference_update(numbers)
             self._changed.notify()
 
     def _work(self) -> None:
@@ -163,7 +160,14 @@ async def renew_forever(keys: list[Key], id: str, renew: Callable[..., Awaitable
                 results.append(await renew(key, id=id))
 
 
-_releases: set[asyncio.Task[None]] = set()
+_tasks: set[asyncio.Future[Any]] = set()
+
+
+def keep_task(task: asyncio.Future[T]) -> asyncio.Future[T]:
+    """Keep a task alive until it is done: event loops have only weak references."""
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+    return task
 
 
 @contextmanager
@@ -179,9 +183,7 @@ def release_on_cancel(check: Check, leave: Callable[..., Awaitable[bool]]) -> It
     except asyncio.CancelledError:
         for key in check.keys:
             if key.limit.algorithm == "concurrency" and check.id is not None:
-                task = asyncio.create_task(release(key, check.id))
-                _releases.add(task)  # the loop keeps only weak references
-                task.add_done_callback(_releases.discard)
+                keep_task(asyncio.create_task(release(key, check.id)))
         raise
 
 

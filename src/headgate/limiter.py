@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from headgate import flow
-from headgate.engine import FIRST_CONNECTION_TIMEOUT_S, AsyncEngine, Engine, SyncEngine
+from headgate.engine import DEFAULT_CENTRAL_BUDGET_S, FIRST_CONNECTION_TIMEOUT_S, AsyncEngine, Engine, SyncEngine
 from headgate.leases import LeaseRenewer, checked_timeout, leased_keys, release_on_cancel, renew_forever
 from headgate.local.block_list import checked_block
+from headgate.regions.reserved import DEFAULT_SAFE_SHARE
 from headgate.stores.operations import Leave, Renew, Reset, checked, checked_keys, checked_lease, checked_refund
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Generator, Iterator
+    from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
     from datetime import datetime
-    from types import TracebackType
     from typing import Self
 
     from headgate.clock import Clock
@@ -34,16 +34,14 @@ __all__ = ["AsyncLimiter", "Limiter", "creation_hooks", "limiters"]
 limiters: Final[WeakSet[Any]] = WeakSet()
 """All limiters of the process that do not belong to a gate, for the fixtures of `headgate.testing`."""
 
-creation_hooks: Final[list[Callable[[Any], None]]] = []
-"""Called with each such limiter when it is created."""
+creation_hooks: Final[list[Callable[[Any], None]]] = []  # called with each such limiter when it is created
 
 
 class _LimiterBase:
     """The part of the API that does not wait. Gates pass an engine instead of a URL."""
 
     _engine_type: type[Any]
-    engine: Any
-    """The internal interface, for gates."""
+    engine: Any  # the internal interface, for gates
 
     def __init__(
         self,
@@ -59,24 +57,21 @@ class _LimiterBase:
         share: float = 0.2,
         nodes: int = 1,
         on_event: Callable[[Event], Any] | None = None,
+        region: str | None = None,
+        regions: Mapping[str, Any] | None = None,
+        home: str | None = None,
+        central_budget: float = DEFAULT_CENTRAL_BUDGET_S,
+        safe_share: float = DEFAULT_SAFE_SHARE,
     ) -> None:
         if isinstance(url, Engine):
             self.engine = url
             self._connect_engine()
             return
-        self.engine = self._engine_type(
-            url,
-            clock=clock,
-            namespace=namespace,
-            on_failure=on_failure,
-            budget=budget,
-            max_keys=max_keys,
-            remember=remember,
-            lease=lease,
-            share=share,
-            nodes=nodes,
-            on_event=on_event,
-        )
+        local = {"max_keys": max_keys, "remember": remember, "lease": lease}
+        outage = {"on_failure": on_failure, "budget": budget, "share": share, "nodes": nodes, "on_event": on_event}
+        modes = {"central_budget": central_budget, "safe_share": safe_share}
+        across = {"region": region, "regions": regions, "home": home, **modes}
+        self.engine = self._engine_type(url, clock=clock, namespace=namespace, **local, **outage, **across)
         self._connect_engine()
         limiters.add(self)
         for hook in creation_hooks:
@@ -89,6 +84,10 @@ class _LimiterBase:
         """Report whether the store decides, the state of its servers, and the debt of an outage."""
         return self.engine.health()  # type: ignore[no-any-return]
 
+    def bound(self, limit: Limit) -> int:
+        """The most that all regions together may admit in one period beyond what a single store would."""
+        return self.engine.bound(limit)  # type: ignore[no-any-return]
+
     @property
     def stats(self) -> Any:
         """For memory, its keys and how many were evicted. For Redis, the operations sent, the round trips they took,
@@ -96,17 +95,17 @@ class _LimiterBase:
         return self.engine.stats
 
     def _change(self, operation: Call) -> Generator[Any, Any, bool]:
-        return flow.change(operation, self.engine.tier, self.engine.failure)
+        return flow.change(operation, self.engine.tier, self.engine.failure, self.engine.router)
 
     def _acquire(self, call: Check, timeout: float | None) -> Generator[Any, Any, Decision]:
-        engine = self.engine
-        return flow.acquire(
-            call, engine.tier, engine.failure, timeout=checked_timeout(timeout), elapsed=engine.stopwatch()
-        )
+        engine, timeout = self.engine, checked_timeout(timeout)
+        times = {"timeout": timeout, "elapsed": engine.stopwatch()}
+        return flow.acquire(call, engine.tier, engine.failure, **times, router=engine.router)
 
     def _release(self, keys: list[Key], id: str, elapsed: Callable[[], float]) -> flow.Flow:
         engine = self.engine
-        return flow.release(keys, id, engine.tier, engine.failure, hold_times=engine.hold_times, elapsed=elapsed)
+        times = {"hold_times": engine.hold_times, "elapsed": elapsed}
+        return flow.release(keys, id, engine.tier, engine.failure, **times, router=engine.router)
 
 
 class Limiter(_LimiterBase):
@@ -123,6 +122,10 @@ class Limiter(_LimiterBase):
 
     `remember` is the size of the denial cache (10,000), `lease` the time in seconds for which tokens of hot keys are
     prepaid; 0 turns either off. With an injected `clock`, both are off by default. See docs/hot-keys.md.
+
+    `regions` are the stores of all regions by name, `region` the one in which this limiter runs, and `home` the one
+    that decides limits with region="central", within `central_budget` seconds (0.5). `safe_share` is the part of limits
+    with region="reserved" that is spent without the home region; the same in all regions. See docs/regions.md.
 
     >>> from datetime import timedelta
     >>> from headgate import Limit, Limiter
@@ -217,7 +220,7 @@ class Limiter(_LimiterBase):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _connect_engine(self) -> None:
@@ -333,7 +336,5 @@ class AsyncLimiter(_LimiterBase):
             await self.engine.store.warm_up(wait=FIRST_CONNECTION_TIMEOUT_S)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from headgate.errors import InvalidInput
 from headgate.limiter import AsyncLimiter, Limiter, creation_hooks, limiters
@@ -14,14 +16,15 @@ from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, checked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from headgate.decisions import Decision
-    from headgate.gate.admission import Admission
-    from headgate.gate.request import RequestInfo
+    from headgate.gate.admission import Admission, RequestInfo
     from headgate.stores.operations import Cost
 
-__all__ = ["FakeClock", "IsolatedLimits", "RecordedRequest", "isolated_limits", "limits_off"]
+    Undo: TypeAlias = Callable[[], object]
+
+__all__ = ["FakeClock", "FakeRequest", "IsolatedLimits", "RecordedRequest", "isolated_limits", "limits_off"]
 
 DAY_US: Final = 86_400_000_000
 
@@ -42,54 +45,44 @@ def isolated_limits(*, start_us: int | None = None) -> Iterator[IsolatedLimits]:
 def limits_off() -> Iterator[None]:
     """Let all gates and limiters of this process, including new ones, allow everything and count nothing."""
 
-    def turn_off(gate: Any) -> Callable[[], None]:
+    def turn_off(gate: Any) -> Undo:
         was_on, gate.is_on = gate.is_on, False
         return lambda: setattr(gate, "is_on", was_on)
 
-    def turn_off_limiter(limiter: Any) -> Callable[[], None]:
+    def turn_off_limiter(limiter: Any) -> Undo:
         clock = FakeClock()
-        engine = type(limiter.engine).over_memory(_UnlimitedStore(clock), clock)
-        return _exchange(limiter, _limiter_on(engine))
+        return _use_engine(limiter, type(limiter.engine).over_memory(_UnlimitedStore(clock), clock))
 
     with _everywhere(turn_off, turn_off_limiter):
         yield
 
 
 @contextmanager
-def _everywhere(
-    change_gate: Callable[[Any], Callable[[], None]], change_limiter: Callable[[Any], Callable[[], None]]
-) -> Iterator[None]:
-    """Change all gates and limiters, including new ones; each change returns a function that undoes it."""
+def _everywhere(change_gate: Callable[[Any], Undo], change_limiter: Callable[[Any], Undo]) -> Iterator[None]:
+    """Change all gates and limiters, including new ones."""
     from headgate.gate.gate import Gate  # imported late: FakeClock alone needs no gate
 
     with ExitStack() as undoing:
-        for change, existing, created in (
+        for change, existing, hooks in (
             (change_gate, Gate.instances, Gate.creation_hooks),
             (change_limiter, limiters, creation_hooks),
         ):
 
-            def take(each: Any, change: Callable[[Any], Callable[[], None]] = change) -> None:
+            def take(each: Any, change: Callable[[Any], Undo] = change) -> None:
                 undoing.callback(change(each))
 
             for each in list(existing):
                 take(each)
-            created.append(take)
-            undoing.callback(created.remove, take)
+            hooks.append(take)
+            undoing.callback(hooks.remove, take)
         yield
 
 
-def _limiter_on(engine: Any) -> Limiter | AsyncLimiter:
-    return AsyncLimiter(engine) if engine.is_async else Limiter(engine)
-
-
-def _exchange(limiter: Any, fresh: Any) -> Callable[[], None]:
-    """Replace the state of a limiter by that of another one; returns the function that undoes it."""
+def _use_engine(limiter: Any, engine: Any) -> Undo:
+    """Replace the state of a limiter by that of one with another engine."""
+    fresh = AsyncLimiter(engine) if engine.is_async else Limiter(engine)
     before, limiter.__dict__ = limiter.__dict__, fresh.__dict__
-
-    def put_back() -> None:
-        limiter.__dict__ = before
-
-    return put_back
+    return lambda: setattr(limiter, "__dict__", before)
 
 
 class _UnlimitedStore(MemoryStore):
@@ -102,6 +95,27 @@ class _UnlimitedStore(MemoryStore):
 
     def decide(self, call: Check) -> Decision:
         return super().decide(Check(call.keys, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class FakeRequest:
+    """A `RequestInfo` without a framework, for tests of identity functions and of `gate.admit()`.
+
+    >>> FakeRequest("/search", headers={"x-tenant": "acme"}).header("x-tenant")
+    ['acme']
+    """
+
+    path: str = "/"
+    method: str = "GET"
+    peer: str | None = "203.0.113.9"
+    headers: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
+    """By name in lower case: the value, or the values of several lines."""
+    native: Any = None
+    mounted_path: str | None = None
+
+    def header(self, name: str) -> list[str]:
+        values = self.headers.get(name, ())
+        return [values] if isinstance(values, str) else list(values)
 
 
 class RecordedRequest(NamedTuple):
@@ -145,13 +159,15 @@ class IsolatedLimits:
         self.decisions: list[RecordedRequest] = []
         """All requests that gates decided on, newest last. Routes of cost 0 are not recorded."""
         self._gates: list[Any] = []
-        self._limiters: list[Any] = []
+        self._use_fresh_counts: list[Callable[[bool], Undo]] = []
+        """For each isolated gate and limiter; the argument is True for an unavailable store."""
         self._is_down = False
 
     def reset(self) -> None:
         """Forget all counts and decisions; the clock keeps its time."""
         self.decisions.clear()
-        self._begin_anew()
+        for use_fresh_counts in self._use_fresh_counts:
+            use_fresh_counts(self._is_down)
 
     @contextmanager
     def store_down(self) -> Iterator[None]:
@@ -159,18 +175,17 @@ class IsolatedLimits:
 
         After the block, all counts are as they were before.
         """
-        gates, limiters = len(self._gates), len(self._limiters)
+        earlier = list(self._use_fresh_counts)
         with ExitStack() as undoing:
-            for gate in self._gates:
-                undoing.callback(gate.replace_limiter, *gate.use_unavailable_store(self.clock))
-            for limiter in self._limiters:
-                undoing.callback(_exchange(limiter, self._fresh_limiter(limiter, is_down=True)))
+            for use_fresh_counts in earlier:
+                undoing.callback(use_fresh_counts(True))
             self._is_down = True
             try:
                 yield
             finally:
                 self._is_down = False
-                self._begin_anew(gates, limiters)  # those created in the block
+                for use_fresh_counts in self._use_fresh_counts[len(earlier) :]:  # created in the block
+                    use_fresh_counts(False)
 
     def assert_allowed(self, on: str | None = None) -> None:
         """Assert that the last request was allowed; `on` selects a route: "/login" or "POST /login"."""
@@ -198,55 +213,43 @@ class IsolatedLimits:
         if not (last := self._last(on)).blocked:
             raise AssertionError(f"not blocked: {last}")
 
-    def take_limiter(self, limiter: Any) -> Callable[[], None]:
+    def take_limiter(self, limiter: Any) -> Undo:
         """Isolate one more limiter; returns the function that ends it."""
-        put_back = _exchange(limiter, self._fresh_limiter(limiter, is_down=self._is_down))
-        self._limiters.append(limiter)
-        return put_back
 
-    def take(self, gate: Any) -> Callable[[], None]:
+        def use_fresh_counts(is_down: bool) -> Undo:
+            engine = type(limiter.engine)(clock=self.clock, on_failure=limiter.engine.failure.mode)
+            if is_down:
+                engine.disconnect_store()
+            return _use_engine(limiter, engine)
+
+        self._use_fresh_counts.append(use_fresh_counts)
+        return use_fresh_counts(self._is_down)
+
+    def take(self, gate: Any) -> Undo:
         """Isolate and watch one more gate; returns the function that ends it."""
-        before = self._use_fresh_counts(gate)
 
-        def record(arrival: RequestInfo, admission: Admission) -> None:
-            self.decisions.append(RecordedRequest(arrival.method, arrival.path, admission))
+        def use_fresh_counts(is_down: bool) -> Undo:
+            return partial(gate.replace_limiter, *gate.isolate(self.clock, is_down=is_down))
 
-        def put_back() -> None:
-            gate.replace_limiter(*before)
-            gate.remove_decision_hook(record)
+        def record(request: RequestInfo, admission: Admission) -> None:
+            self.decisions.append(RecordedRequest(request.method, request.path, admission))
 
-        gate.add_decision_hook(record)
+        undo = use_fresh_counts(self._is_down)
+        gate.add_observer(record)
         self._gates.append(gate)
-        return put_back
-
-    def _begin_anew(self, gates: int = 0, limiters: int = 0) -> None:
-        """Reset the counters of all gates and limiters, except for the first ones."""
-        for gate in self._gates[gates:]:
-            self._use_fresh_counts(gate)
-        for limiter in self._limiters[limiters:]:
-            _exchange(limiter, self._fresh_limiter(limiter, is_down=self._is_down))
-
-    def _use_fresh_counts(self, gate: Any) -> Any:
-        return gate.use_unavailable_store(self.clock) if self._is_down else gate.use_memory_store(self.clock)
-
-    def _fresh_limiter(self, limiter: Any, *, is_down: bool) -> Any:
-        engine = type(limiter.engine)(clock=self.clock, on_failure=limiter.engine.failure.mode)
-        if is_down:
-            engine.disconnect_store()
-        return _limiter_on(engine)
+        self._use_fresh_counts.append(use_fresh_counts)
+        return lambda: (undo(), gate.remove_observer(record))
 
     def _last(self, on: str | None) -> RecordedRequest:
         __tracebackhide__ = True
         method, _, path = (on or "").rpartition(" ")
-        for passage in reversed(self.decisions):
-            if path in ("", passage.path) and method in ("", passage.method):
-                return passage
-        seen = ", ".join(dict.fromkeys(f"{passage.method} {passage.path}" for passage in self.decisions))
-        others = (
-            f"were: {seen}" if seen else "were none at all" if self._gates else "is not a single gate in this process"
-        )
+        for request in reversed(self.decisions):
+            if path in ("", request.path) and method in ("", request.method):
+                return request
+        seen = ", ".join(dict.fromkeys(f"{request.method} {request.path}" for request in self.decisions))
+        nothing = "were none at all" if self._gates else "is not a single gate in this process"
         raise AssertionError(
-            f"no request{f' to {on}' if on else ''} was decided on; there {others}. "
+            f"no request{f' to {on}' if on else ''} was decided on; there {f'were: {seen}' if seen else nothing}. "
             "Requests to routes of cost 0 and to exempt views are not recorded"
         )
 
