@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from headgate import Limiter
 from headgate.gate.admission import UNLIMITED, enter_context
-from support.servers import RedisCluster, RedisServer, SentinelSet
+from headgate.testing import FakeClock
+from support.limiter_probe import START_US, LimiterProbe
+from support.servers import RedisCluster, RedisServer, SentinelSet, ShardSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +40,8 @@ def outside_of_any_request() -> None:
     enter_context(UNLIMITED)
 
 
-REMOTE = ("redis7", "valkey9", "cluster", "sentinel")
+DEPLOYMENTS = ("redis7", "valkey9", "cluster", "sentinel")
+REMOTE = (*DEPLOYMENTS, "sharded")
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +66,12 @@ def cluster() -> Iterator[RedisCluster]:
 def sentinel() -> Iterator[SentinelSet]:
     with SentinelSet() as sentinels:
         yield sentinels
+
+
+@pytest.fixture(scope="session")
+def sharded() -> Iterator[ShardSet]:
+    with ShardSet() as shards:
+        yield shards
 
 
 @pytest.fixture
@@ -116,6 +126,12 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
+@pytest.fixture(scope="session", params=DEPLOYMENTS)
+def deployment_url(request: pytest.FixtureRequest) -> str:
+    """The URL of each single deployment in turn: for tests that also look into the server."""
+    return _url(request)
+
+
 @pytest.fixture(scope="session", params=REMOTE)
 def remote_url(request: pytest.FixtureRequest) -> str:
     """The URL of each shared store in turn; a test that breaks its server makes one of its own."""
@@ -144,3 +160,11 @@ def fresh_name() -> Callable[[], str]:
 def unique(fresh_name: Callable[[], str]) -> str:
     """A limit name of this test's own, so that tests share a server and never meet."""
     return fresh_name()
+
+
+@pytest.fixture
+def probe(store_url: str, unique: str) -> Iterator[LimiterProbe]:
+    """A limiter on every store in turn, with a fake clock and an identity of its own."""
+    clock = FakeClock(START_US)
+    with Limiter(store_url, clock=clock) as limiter:
+        yield LimiterProbe(limiter, clock, unique)

@@ -17,7 +17,7 @@ import pytest
 
 import headgate
 from headgate import AsyncLimiter, Limiter
-from headgate.algorithms import ALGORITHMS
+from headgate.algorithms import ALGORITHMS, INTERNAL_ALGORITHMS
 from headgate.stores.redis.scripts import script
 from support.paths import ROOT, SOURCE, TESTS
 
@@ -29,6 +29,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 
 EXPORTS = [
     "AsyncLimiter",
+    "Calendar",
     "Clock",
     "Decision",
     "HeadgateError",
@@ -52,20 +53,23 @@ EXPORTS = [
 
 LAYERS = (
     {"__main__", "cli", "demo", "pytest_plugin", "testing"},
-    {"control"},
+    {"server"},
+    {"control", "quotas"},
+    {"replay", "simulation"},
     {"telemetry"},
-    {"adapters"},
+    {"adapters", "clients"},
     {"gate"},
     {"policy"},
     {"__init__"},
     {"limiter"},
     {"engine"},
     {"flow"},
-    {"local"},
+    {"regions"},
+    {"bounds", "local"},
     {"failure", "leases"},
     {"stores"},
-    {"_limit_syntax", "clock", "decisions", "events", "health", "keyed_hashes", "keys", "limits", "speedups"},
-    {"_fork", "_interrupts", "_pace", "_sqlite", "algorithms", "errors"},
+    {"_limit_syntax", "calendars", "clock", "decisions", "events", "health", "keys", "limits", "runtime", "speedups"},
+    {"_fork", "_interrupts", "_node", "_pace", "_sqlite", "algorithms", "errors"},
 )
 """Packages and modules from top to bottom. A module imports only from its own layer and from lower ones."""
 
@@ -74,22 +78,37 @@ MAY_AWAIT = {
     "limiter.py",
     "leases.py",
     "stores/redis/async_store.py",
-    "stores/redis/async_connection.py",
     *(f"adapters/{name}.py" for name in ("aiohttp", "asgi", "django", "fastapi", "functions", "grpc")),
+    *(f"clients/{name}.py" for name in ("aiohttp", "drivers", "functions", "httpx")),
     "gate/identity.py",
     "gate/base.py",
     "gate/gate.py",
     "control/admin/middleware.py",
+    "server/access.py",
+    "server/check_api.py",
+    "server/call_deadline.py",
+    "server/check_service.py",
+    "server/demo.py",
+    "server/envoy/config_directory.py",
+    "server/envoy/http_api.py",
+    "server/envoy/quota_service.py",
+    "server/envoy/service.py",
+    "server/grpc_api.py",
+    "server/grpc_server.py",
+    "server/health.py",
+    "server/json_route.py",
+    "server/run.py",
+    "server/worker_stats.py",
 }
 
 DEPENDENCIES = {
     "redis": "stores.redis",
     "hiredis": "stores.redis",
-    "yaml": "policy.formats.from_yaml",
-    "starlette": ("adapters.fastapi", "control.admin"),
-    "fastapi": ("adapters.fastapi", "control.admin"),
-    "pydantic": "control.admin",
-    "uvicorn": "control.admin.serve",
+    "yaml": ("policy.formats.from_yaml", "server.envoy"),
+    "starlette": ("adapters.fastapi", "control.admin", "server"),
+    "fastapi": ("adapters.fastapi", "control.admin", "server"),
+    "pydantic": ("control.admin", "server"),
+    "uvicorn": ("control.admin.serve", "server"),
     "h11": "control.admin.serve",
     "jinja2": "control.admin.pages",
     "markupsafe": "control.admin.pages",
@@ -97,17 +116,23 @@ DEPENDENCIES = {
     "werkzeug": "adapters.flask",
     "django": "adapters.django",
     "asgiref": "adapters.django",
-    "aiohttp": "adapters.aiohttp",
-    "grpc": "adapters.grpc",
+    "aiohttp": ("adapters.aiohttp", "clients.aiohttp"),
+    "httpx": "clients.httpx",
+    "requests": "clients.requests",
+    "grpc": ("adapters.grpc", "server"),
+    "grpc_health": "server",
+    "grpc_reflection": "server",
     "grpc_status": "adapters.grpc",
-    "google": "adapters.grpc",
+    "google": ("adapters.grpc", "server"),
+    "envoy": "server",
     "alembic": "control.config.migrations",
     "clickhouse_connect": "telemetry.decision_log.sinks.clickhouse",
     "confluent_kafka": "telemetry.decision_log.sinks.kafka",
     "opentelemetry": "telemetry.otel",
     "prometheus_client": "telemetry.prometheus",
     "pytest": "pytest_plugin",
-    "sqlalchemy": "control",
+    "sqlalchemy": ("control", "quotas"),
+    "zstandard": "replay.sources",
 }
 """Third-party packages, and the only modules that may import each of them."""
 
@@ -268,6 +293,16 @@ def test_no_test_imports_another() -> None:
         assert not {part for name in imported for part in name.split(".")} & stems, file
 
 
+def test_pitfall_index_names_existing_tests() -> None:
+    rows = [line.split("|")[1:4] for line in (TESTS / "pitfalls.md").read_text("utf-8").splitlines() if "::" in line]
+    assert [row[0].strip() for row in rows] == [*map(str, range(1, 48)), *[f"P{number}" for number in range(1, 20)]]
+    defined = {file: set(re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)) for file in TEST_FILES}
+    for number, _, tests in rows:
+        named = re.findall(r"`([\w/.]+)::(\w+)`", tests)
+        assert named, f"no test for pitfall {number}"
+        assert not [(file, name) for file, name in named if name not in defined.get(TESTS / file, ())]
+
+
 # ------------------------------------------------------------------ naming, prose, privacy
 
 
@@ -310,13 +345,13 @@ def test_docstrings_name_their_subject() -> None:
 def test_every_algorithm_has_a_python_and_a_lua_file_of_its_name() -> None:
     for kind in ("py", "lua"):
         found = {file.stem for file in (SOURCE / "algorithms").glob(f"*.{kind}") if not file.stem.startswith("_")}
-        assert found == set(ALGORITHMS)
-    for name, module in ALGORITHMS.items():
+        assert found == {*ALGORITHMS, *INTERNAL_ALGORITHMS}
+    for name, module in (ALGORITHMS | INTERNAL_ALGORITHMS).items():
         assert isinstance(module, ModuleType)
         assert module.__name__ == f"headgate.algorithms.{name}"
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ALGORITHMS | INTERNAL_ALGORITHMS)
 def test_lua_header_names_the_python_module(name: str) -> None:
     header = (SOURCE / "algorithms" / f"{name}.lua").read_text("utf-8")
     assert header.startswith(f"-- Mirrors {name}.py")
@@ -324,7 +359,7 @@ def test_lua_header_names_the_python_module(name: str) -> None:
 
 @every_lua_file
 def test_lua_converts_numbers_to_text_only_with_format(file: Path) -> None:
-    code = re.sub(r"--.*", "", file.read_text("utf-8"))
+    code = re.sub(r"--.*", "", file.read_text("utf-8")).replace("...", "")
     assert "tostring" not in code
     # Text: literals, constants, results of format and instant, and the lower-case names, set from ARGV or by format.
     names = r"(?:limit\.)?(?:signature|separator|period_suffix)\b|\b(?:[A-Z_]+|tokens|ticks|capacity|after|document)\b"

@@ -81,7 +81,7 @@ def test_totals_are_what_the_algorithms_decide() -> None:
     assert totals(piped()) == {name: decided(name) for name in ALGORITHMS}
 
 
-def test_every_mark_is_a_decision() -> None:
+def test_every_symbol_is_a_decision() -> None:
     for name in ALGORITHMS:
         row = play(name)
         asked = [column for column, mark in enumerate(row.answers) if mark is not Tick.NOTHING]
@@ -89,7 +89,7 @@ def test_every_mark_is_a_decision() -> None:
         assert row.passed() == decided(name)[0]
 
 
-def test_whoever_waits_in_the_queue_is_seen_to_leave() -> None:
+def test_leaky_bucket_row_shows_when_requests_leave() -> None:
     row = play("leaky_bucket")
     assert row.effect.count(Tick.PASSED) == row.passed()
 
@@ -101,7 +101,7 @@ def test_every_algorithm_appears_with_its_purpose() -> None:
         assert re.search(rf"^  {name} +{re.escape(purpose)}$", shown, re.MULTILINE)
 
 
-def test_the_code_is_eight_lines_and_its_denial_is_shown() -> None:
+def test_code_is_eight_lines_and_its_denial_is_shown() -> None:
     shown = piped()
     assert len(EXAMPLE.splitlines()) == 8
     assert all(line in shown for line in EXAMPLE.splitlines())
@@ -111,7 +111,7 @@ def test_the_code_is_eight_lines_and_its_denial_is_shown() -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"FORCE_COLOR": "1"}, {"PYTHONIOENCODING": "ascii"}], ids=["plain", "colour", "ascii"]
 )
-def test_a_pipe_gets_80_columns_at_once(settings: dict[str, str]) -> None:
+def test_pipe_gets_80_columns_at_once(settings: dict[str, str]) -> None:
     shown = piped(**settings)
     assert all(len(ESCAPE.sub("", line)) <= 79 for line in shown.splitlines())
     assert set(ESCAPE.findall(shown)) <= {
@@ -122,20 +122,20 @@ def test_a_pipe_gets_80_columns_at_once(settings: dict[str, str]) -> None:
     }
 
 
-def test_a_pipe_gets_colour_only_when_it_asks_for_it() -> None:
+def test_pipe_gets_colour_only_when_it_asks_for_it() -> None:
     assert "\x1b" not in piped()
     assert "\x1b" in piped(FORCE_COLOR="1")
     assert "\x1b" not in piped(FORCE_COLOR="1", NO_COLOR="1")
 
 
-def test_a_terminal_that_does_not_speak_utf_8_gets_ascii() -> None:
+def test_terminal_that_does_not_speak_utf_8_gets_ascii() -> None:
     shown = piped(PYTHONIOENCODING="latin-1")
     assert shown.isascii()
     assert totals(shown) == totals(piped())
 
 
 @pytest.mark.parametrize("settings", [{}, {"NO_COLOR": "1"}], ids=["colour", "no colour"])
-def test_a_terminal_sees_time_pass_and_ends_with_the_same(settings: dict[str, str]) -> None:
+def test_terminal_sees_time_pass_and_ends_with_the_same(settings: dict[str, str]) -> None:
     shown = at_a_terminal(**settings)
     *before, last = re.split(r"\x1b\[\d+A\r", shown)
     assert len(before) == COLUMNS
@@ -146,7 +146,7 @@ def test_a_terminal_sees_time_pass_and_ends_with_the_same(settings: dict[str, st
 
 
 @pytest.mark.parametrize("settings", [{"NO_COLOR": "1", "TERM": "dumb"}, {"TERM": "dumb"}])
-def test_a_dumb_terminal_gets_plain_text(settings: dict[str, str]) -> None:
+def test_dumb_terminal_gets_plain_text(settings: dict[str, str]) -> None:
     assert settled(at_a_terminal(**settings)) == settled(piped())
 
 
@@ -155,7 +155,7 @@ def test_nothing_moves_where_it_would_not_fit(size: dict[str, int]) -> None:
     assert "\x1b" not in at_a_terminal(**size, NO_COLOR="1")
 
 
-def test_a_reader_who_leaves_early_sees_no_traceback() -> None:
+def test_closed_pipe_prints_no_traceback() -> None:
     with subprocess.Popen(COMMAND, env=PLAIN, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -8,6 +8,7 @@ import inspect
 import io
 import pkgutil
 import re
+import shlex
 import subprocess
 from contextlib import closing, redirect_stdout
 from datetime import UTC, datetime, timedelta
@@ -24,6 +25,9 @@ from headgate.adapters.flask import Headgate
 from headgate.algorithms import ALGORITHMS
 from headgate.cli import main
 from headgate.policy import read
+from headgate.server.check_api import CheckBody
+from headgate.server.envoy.config import load
+from headgate.simulation.scenario import read_scenario
 from support.paths import ROOT
 from support.servers import AclUser, RedisServer, wait_until
 
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 SOURCE = ROOT / "src" / "headgate"
 PAGES = (*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *sorted(ROOT.glob("docs/**/*.md")))
 ALL_TEXT = "\n".join(page.read_text("utf-8") for page in PAGES)
+
+GATEWAY_FILES = [file for file in (ROOT / "examples" / "gateways").rglob("*") if file.is_file()]
 
 DOCUMENTED_URL = "redis://127.0.0.1:6379/0"
 DATABASE = 9
@@ -90,14 +96,27 @@ def test_every_example_runs_and_says_what_it_shows(
             for command, shown in transcript(text):
                 if command.startswith("redis-cli "):
                     assert redis_cli(command, server) == shown, f"{where}: {command}"
-                elif command.startswith("headgate explain "):
-                    assert explained(command) == shown, f"{where}: {command}"
+                elif command.startswith(("headgate explain ", "headgate replay ", "headgate suggest ")):
+                    assert printed_by(command) == shown, f"{where}: {command}"
+        elif page.name == "gateways.md" and block.language != "console":
+            assert any(unindented(text) in unindented(file.read_text("utf-8")) for file in GATEWAY_FILES), where
+        elif block.language == "yaml" and text.startswith("domain:"):
+            assert load([(where, text)]).domains, where
+        elif block.language == "yaml" and "\ntraffic:" in text:
+            assert read_scenario(text, file=where + ".yaml").traffic
+            Path("fleet.yaml").write_text(text, "utf-8")
+        elif block.language == "json" and page.name == "serve.md":
+            assert CheckBody.model_validate_json(text), where
         elif block.language in ("yaml", "toml", "json"):
             assert read(text, file=where, format=block.language).warnings == (), where
             if name := re.match(r"# (\w+\.\w+)\n", text):  # a file that the examples below it open
                 Path(name[1]).write_text(text, "utf-8")
         else:
             assert block.language == "text", f"{where}: a block in {block.language!r} is run by nobody"
+
+
+def unindented(text: str) -> str:
+    return "".join(f"{line.strip()}\n" for line in text.splitlines())
 
 
 def run_session(text: str, names: dict[str, Any], where: str) -> None:
@@ -129,10 +148,10 @@ def transcript(text: str) -> Iterator[tuple[str, str]]:
         yield command, shown.strip()
 
 
-def explained(command: str) -> str:
+def printed_by(command: str) -> str:
     printed = io.StringIO()
     with redirect_stdout(printed):
-        main(command.split()[1:])
+        main(shlex.split(command)[1:])
     return printed.getvalue().strip()
 
 
@@ -248,7 +267,7 @@ def test_changelog_speaks_of_this_version() -> None:
     assert f"## [{headgate.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
-def test_the_documented_rights_are_those_that_the_scripts_need() -> None:
+def test_documented_rights_are_those_that_the_scripts_need() -> None:
     lua = "".join(file.read_text("utf-8") for file in SOURCE.rglob("*.lua"))
     words = set(re.findall(r"'([A-Z]{3,})'", lua)) - {"COUNT", "KEEPTTL", "LIMIT", "WITHSCORES"}
     assert set(documented_user().rules.upper().split()) == {
@@ -259,7 +278,7 @@ def test_the_documented_rights_are_those_that_the_scripts_need() -> None:
     }
 
 
-def test_the_documented_rights_suffice() -> None:
+def test_documented_rights_suffice() -> None:
     with RedisServer(user=documented_user()) as server, headgate.Limiter(server.url) as limiter:
         for algorithm in ALGORITHMS:
             key = headgate.Limit(2, timedelta(minutes=1), algorithm=algorithm).by("ada")
@@ -274,7 +293,7 @@ def test_the_documented_rights_suffice() -> None:
                 assert limiter.leave(key, id="a")
 
 
-def test_the_documented_rights_suffice_for_what_is_done_in_the_background() -> None:
+def test_documented_rights_suffice_for_what_is_done_in_the_background() -> None:
     app = Flask("shop")
     with RedisServer(user=documented_user()) as server, headgate.Limiter(server.url) as limiter:
         Headgate(app, read("limits: [{by: ip, bucket: 100000/minute}]"), server.url)

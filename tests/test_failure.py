@@ -52,6 +52,9 @@ def local(clock: FakeClock, fleet: FleetShare | None = None) -> FailurePolicy:
         ("10/minute, sliding_log", TINY, "1 per 25 minutes, sliding_log"),
         ("16/minute, sliding_log", FIFTH, "3 per minute, sliding_log"),
         ("7/second, fixed_window", TINY, "1 per 35714286 us, fixed_window"),
+        ("10/month", FIFTH, "2 per month, fixed_window"),
+        ("9/month, starts 15, timezone Asia/Tokyo", FIFTH, "1 per month, starts 15, timezone Asia/Tokyo, fixed_window"),
+        ("1/month", FIFTH, "1 per 155 days, fixed_window"),
         ("1000/minute, concurrency", FIFTH, "200 at once, leases of 1 minute"),
         ("5/minute, concurrency", TINY, "1 at once, leases of 1 minute"),
         ("1/3650 days", TINY, "1 per 3660 days, token_bucket"),
@@ -59,7 +62,7 @@ def local(clock: FakeClock, fleet: FleetShare | None = None) -> FailurePolicy:
         ("1/20 days, sliding_log", Fraction(1, 183), "1 per 3660 days, sliding_log"),
     ],
 )
-def test_a_node_has_its_part_of_a_limit(limit: str, portion: Fraction, part: str) -> None:
+def test_node_has_its_part_of_a_limit(limit: str, portion: Fraction, part: str) -> None:
     assert str(local_limit(Limit.parse(limit), portion)) == part
 
 
@@ -114,7 +117,7 @@ def test_where_exactness_ends_the_nearest_exact_limit_below_is_taken(limit: Limi
 
 
 @given(st.fractions(0, 100, max_denominator=500), st.integers(1, 60))
-def test_the_nearest_below_is_the_largest_that_there_is(number: Fraction, most: int) -> None:
+def test_nearest_below_is_the_largest_that_there_is(number: Fraction, most: int) -> None:
     assert _nearest_below(number, most) == max(Fraction(int(number * each), each) for each in range(1, most + 1))
 
 
@@ -153,7 +156,7 @@ def test_all_failure_policies_of_a_limiter_see_the_same_fleet() -> None:
     assert [node.decide(Check((key,), 0), AWAY).remaining for node in (one, other)] == [20, 20]
 
 
-def test_who_is_alive_to_ask_is_a_node() -> None:
+def test_fleet_has_at_least_one_node() -> None:
     fleet = FleetShare(nodes=3)
     fleet.nodes = 0
     assert (fleet.nodes, fleet.local_limit(Limit(10, MINUTE)).quota) == (1, 2)
@@ -223,7 +226,7 @@ def test_what_is_too_large_for_the_part_but_not_for_the_limit_may_come_back() ->
     assert node.decide(Check((small, large), 11), AWAY).unsatisfiable
 
 
-def test_a_lease_that_was_taken_locally_is_renewed_and_left_locally() -> None:
+def test_lease_that_was_taken_locally_is_renewed_and_left_locally() -> None:
     clock = FakeClock()
     node, room = local(clock), Limit(5, MINUTE, algorithm="concurrency", name="rooms").by("ada")
 
@@ -240,7 +243,7 @@ def test_a_lease_that_was_taken_locally_is_renewed_and_left_locally() -> None:
 
 
 @pytest.mark.parametrize("mode", ["open", "closed", "local"])
-def test_refunds_find_nobody_to_take_them(mode: Any) -> None:
+def test_refund_without_the_store_returns_false(mode: Any) -> None:
     policy, key = FailurePolicy(mode, FakeClock()), Limit(10, MINUTE).by("ada")
     policy.decide(Check((key,), 2), AWAY)
     assert policy.answer(Refund(key, 2), AWAY) is False

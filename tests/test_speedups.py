@@ -43,7 +43,7 @@ def native() -> Any:
     return import_module("headgate._native")
 
 
-def test_the_extension_is_built_where_the_tests_run(native: Any) -> None:
+def test_extension_is_built_where_the_tests_run(native: Any) -> None:
     """Else these tests would compare Python with itself. If this fails: `scripts/install-packages compiler`, then
     remove .venv/.test and run `make test` again."""
     built, package = Path(native.__file__), Path(headgate.__file__).parent
@@ -52,7 +52,7 @@ def test_the_extension_is_built_where_the_tests_run(native: Any) -> None:
     assert all(built.stat().st_mtime >= file.stat().st_mtime for file in sources), "older than its sources"
 
 
-def test_the_compiled_functions_are_used(native: Any) -> None:
+def test_compiled_functions_are_used(native: Any) -> None:
     assert speedups.active
     assert speedups.reason == ""
     assert all(hasattr(native, name) for name in speedups.functions)
@@ -64,7 +64,7 @@ def test_the_compiled_functions_are_used(native: Any) -> None:
     assert [type(meter) for meter in store._meters.values()] == [native.Meter]
 
 
-def test_the_tuples_have_the_layout_that_the_extension_reads() -> None:
+def test_tuples_have_the_layout_that_the_extension_reads() -> None:
     assert Key._fields == ("limit", "parts", "identity")
     assert Check._fields == ("keys", "cost", "id")
     assert len(headgate.Decision._fields) == 8
@@ -95,7 +95,7 @@ def test_speedups_can_be_turned_off(switch: str) -> None:
     assert printed(program, HEADGATE_PLAIN="0") == on
 
 
-def test_the_reason_says_whether_the_extension_is_missing_or_broken() -> None:
+def test_reason_says_whether_the_extension_is_missing_or_broken() -> None:
     program = (
         "import sys; sys.modules['headgate._native'] = None; from headgate import speedups; print(speedups.reason)"
     )
@@ -116,12 +116,12 @@ def test_the_reason_says_whether_the_extension_is_missing_or_broken() -> None:
         ({"HEADGATE_PLAIN": "1"}, "speedups: turned off by HEADGATE_PLAIN"),
     ],
 )
-def test_the_version_says_whether_speedups_are_active(environment: dict[str, str], expected: str) -> None:
+def test_version_says_whether_speedups_are_active(environment: dict[str, str], expected: str) -> None:
     program = "import sys; sys.argv = ['headgate', '--version']; from headgate.cli import main; main()"
     assert printed(program, COLUMNS="200", **environment) == f"headgate {headgate.__version__} ({expected})"
 
 
-def test_a_failed_build_names_the_error_and_what_is_lost(tmp_path: Path) -> None:
+def test_failed_build_names_the_error_and_what_is_lost(tmp_path: Path) -> None:
     shutil.copytree(ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(".git", ".venv", "*.so", "build", ".*"))
     done = subprocess.run(
         [sys.executable, "setup.py", "build_ext", "--inplace"], cwd=tmp_path / "source",
@@ -140,23 +140,28 @@ def printed(program: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+DECISION_TABLES = (
+    "concurrency", "costs", "exactness", "layered_limits", "limit_changes", "refunds", "sliding_window", "time",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "file",
+    "files",
     [
         "adapters/test_asgi.py",
         "algorithms/test_differential.py",
-        "algorithms/test_pitfalls.py",
+        " ".join(f"algorithms/test_{name}.py" for name in DECISION_TABLES),
         "gate/test_responses.py",
         "stores/test_conformance.py",
         "stores/test_memory.py",
         "telemetry/decision_log/test_log.py",
     ],
 )
-def test_what_holds_for_c_holds_for_plain_python(file: str) -> None:
-    """The same tests once more, with nothing compiled; Redis was asked already."""
+def test_plain_python_passes_the_tests_of_the_c_extension(files: str) -> None:
+    """The same tests without the C extension; those on Redis servers do not use it."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{file}", "-k",
-         "not redis and not Redis and not valkey and not cluster and not sentinel and not lua"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *[f"tests/{file}" for file in files.split()],
+         "-k", "not redis and not Redis and not valkey and not cluster and not sentinel and not sharded and not lua"],
         cwd=ROOT, env={**os.environ, "HEADGATE_PLAIN": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
@@ -209,7 +214,7 @@ times = st.lists(st.integers(-5_000_000, 90_000_000) | st.integers(0, 50) | st.j
     st.sampled_from([NOW, 0, -NOW, 2**62 - 100_000_000]),
     st.data(),
 )
-def test_a_charge_in_c_is_one_in_python(these: list[Limit], steps: list[int], now_us: int, data: st.DataObject) -> None:
+def test_charge_in_c_is_one_in_python(these: list[Limit], steps: list[int], now_us: int, data: st.DataObject) -> None:
     pair = Pair()
     others = [Limit(5, MINUTE, algorithm=limit.algorithm, name=limit.name) for limit in these]
     for step in steps:
@@ -228,7 +233,7 @@ def test_a_charge_in_c_is_one_in_python(these: list[Limit], steps: list[int], no
                 pair.run(Check((others[these.index(some[0])].by("ada"),), 1, None), now_us)
 
 
-def test_a_denied_request_spends_nothing_and_hears_what_a_peek_says() -> None:
+def test_denied_request_spends_nothing_and_hears_what_a_peek_says() -> None:
     pair = Pair()
     wide, narrow = Limit(10, MINUTE, name="wide"), Limit(1, MINUTE, name="narrow", algorithm="gcra")
     keys = wide.by("ada"), narrow.by("ada")
@@ -286,7 +291,7 @@ def test_what_is_unusual_is_left_to_python(native: Any, keys: Any, cost: Any, no
 
 
 @pytest.mark.parametrize("state", ["text", None, 1.5, (1,), (1, 2, 3), 2**130], ids=repr)
-def test_a_state_of_another_kind_is_left_to_python(native: Any, state: Any) -> None:
+def test_state_of_another_kind_is_left_to_python(native: Any, state: Any) -> None:
     store = MemoryStore(FakeClock(NOW))
     store.check(KEY)
     store._tables[LIMIT.space].states["ada"] = state
@@ -294,7 +299,7 @@ def test_a_state_of_another_kind_is_left_to_python(native: Any, state: Any) -> N
 
 
 @pytest.mark.parametrize("args", [(), ({},), ([], (KEY,), 1, NOW, False), ({}, [KEY], 1, NOW, False)], ids=len)
-def test_a_wrong_call_is_told_so(native: Any, args: Any) -> None:
+def test_invalid_arguments_are_rejected(native: Any, args: Any) -> None:
     with pytest.raises(TypeError, match="charge"):
         native.charge(*args)
 
@@ -463,7 +468,7 @@ def test_fields_of_different_lengths_are_refused() -> None:
         headers.RateLimitHeaders((b"a",), ((b"x", b"1"),), (0,), (1,), ((0, 1, True),), (b"p", b"p"), True, True)  # type: ignore[arg-type]
 
 
-def test_the_sources_in_c_keep_to_the_form_of_the_house() -> None:
+def test_sources_in_c_keep_to_the_form_of_the_house() -> None:
     for file in sorted(Path(headgate.__file__).parent.rglob("*.[ch]")):
         text = file.read_text("ascii")
         assert text.startswith("/* "), file

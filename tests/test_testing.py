@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import subprocess
 import sys
 import tomllib
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,11 +20,11 @@ from headgate.errors import InvalidInput, RequestDenied, StoreUnavailable
 from headgate.gate.admission import UNLIMITED, Admission
 from headgate.gate.gate import Gate
 from headgate.policy.loader import read
-from headgate.testing import DAY_US, FakeClock, IsolatedLimits, isolated_limits, limits_off
+from headgate.testing import DAY_US, FakeClock, FakeRequest, IsolatedLimits, isolated_limits, limits_off
 from support.paths import DOCS, ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
 pytest_plugins = ["pytester"]
@@ -42,19 +43,8 @@ POLICY = read(
 )
 
 
-class Request(NamedTuple):
-    method: str
-    path: str
-    peer: str = "203.0.113.9"
-    native: Any = None
-    mounted_path: str | None = None
-
-    def header(self, name: str) -> list[str]:
-        return []
-
-
 def ask(gate: Gate, method: str, path: str, *, times: int = 1, peer: str = "203.0.113.9") -> list[bool]:
-    return [gate.admit(Request(method, path, peer)).allowed for _ in range(times)]
+    return [gate.admit(FakeRequest(path, method, peer)).allowed for _ in range(times)]
 
 
 @pytest.fixture
@@ -73,7 +63,7 @@ def limits(gate: Gate) -> Iterator[IsolatedLimits]:
 # ------------------------------------------------------------------ isolation
 
 
-def test_a_block_counts_from_nothing_and_leaves_nothing_behind(gate: Gate) -> None:
+def test_block_counts_from_nothing_and_leaves_nothing_behind(gate: Gate) -> None:
     assert ask(gate, "GET", "/", times=2) == [True, True]
     with isolated_limits():
         assert ask(gate, "GET", "/", times=4) == [True, True, True, False]
@@ -90,7 +80,7 @@ def test_time_stands_still_until_it_is_moved(gate: Gate, limits: IsolatedLimits)
     assert ask(gate, "GET", "/", times=2) == [True, False]
 
 
-def test_the_clock_starts_today_at_the_beginning_of_every_window() -> None:
+def test_clock_starts_today_at_the_beginning_of_every_window() -> None:
     with isolated_limits() as limits:
         assert limits.clock.now_us() % DAY_US == 0
         assert 0 <= SystemClock().now_us() - limits.clock.now_us() <= DAY_US
@@ -116,13 +106,13 @@ def test_no_server_is_needed_where_the_app_counts_in_redis() -> None:
     assert ask(gate, "GET", "/") == [False]
     with isolated_limits():
         assert ask(gate, "GET", "/", times=2) == [True, False]
-    assert gate.admit(Request("GET", "/")).decision.degraded
+    assert gate.admit(FakeRequest()).decision.degraded
     gate.close()
 
 
 def test_all_is_put_back_even_if_the_test_fails(gate: Gate) -> None:
     seen: list[str] = []
-    gate.on_decision = lambda arrival, _: seen.append(arrival.path)
+    gate.on_decision = lambda request, _: seen.append(request.path)
     for block in (isolated_limits, limits_off):
         with pytest.raises(LookupError):
             ask_and_fail(block(), gate)
@@ -166,7 +156,7 @@ def test_gates_that_are_off_count_nothing(gate: Gate) -> None:
         for each in (gate, late):
             assert ask(each, "GET", "/", times=10) == [True] * 10
             assert ask(each, "GET", "/", peer="203.0.113.66") == [True], "nobody is blocked, either"
-            assert each.admit(Request("GET", "/")) is UNLIMITED
+            assert each.admit(FakeRequest()) is UNLIMITED
     for each in (gate, late):
         assert ask(each, "GET", "/", times=4) == [True, True, True, False]
 
@@ -177,7 +167,7 @@ def test_costs_can_be_committed_where_nothing_is_counted() -> None:
     assert not UNLIMITED.needs_finish
 
 
-def test_a_gate_that_was_off_before_stays_off(gate: Gate) -> None:
+def test_gate_that_was_off_before_stays_off(gate: Gate) -> None:
     gate.is_on = False
     with limits_off():
         pass
@@ -187,7 +177,7 @@ def test_a_gate_that_was_off_before_stays_off(gate: Gate) -> None:
 # ------------------------------------------------------------------ assertions
 
 
-def test_what_passed_is_told(gate: Gate, limits: IsolatedLimits) -> None:
+def test_isolated_limits_record_every_limited_request(gate: Gate, limits: IsolatedLimits) -> None:
     ask(gate, "POST", "/login", times=3)
     ask(gate, "GET", "/health")
     ask(gate, "GET", "/search", peer="203.0.113.7", times=2)
@@ -267,14 +257,14 @@ def test_assertions_fail_with_what_happened(requests: list[str], assertion: Any,
     assert str(failed.value) == told
 
 
-def test_a_blocked_request_is_neither_allowed_nor_denied_by_a_limit(gate: Gate, limits: IsolatedLimits) -> None:
+def test_blocked_request_is_neither_allowed_nor_denied_by_a_limit(gate: Gate, limits: IsolatedLimits) -> None:
     ask(gate, "GET", "/", peer="203.0.113.66")
     for assertion in (limits.assert_allowed, limits.assert_denied_by):
         with pytest.raises(AssertionError, match="GET / was blocked"):
             assertion()
 
 
-def test_a_request_without_limits_is_allowed_and_says_so() -> None:
+def test_request_without_limits_is_allowed_and_says_so() -> None:
     with isolated_limits() as limits:
         ask(Gate(read("limits: [{path: /login, by: ip, bucket: 1/day}]")), "GET", "/")
         limits.assert_allowed()
@@ -282,13 +272,13 @@ def test_a_request_without_limits_is_allowed_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("instant", [-1, 2**52, 1.5, True, "0"])
-def test_a_clock_cannot_stand_anywhere(instant: Any) -> None:
+def test_clock_cannot_stand_anywhere(instant: Any) -> None:
     with pytest.raises(InvalidInput, match="a clock cannot stand at"):
         FakeClock(instant)
 
 
 @pytest.mark.parametrize("step", [90, 90.0, timedelta(minutes=1, seconds=30)])
-def test_a_clock_moves_by_seconds_or_by_a_timedelta(step: float | timedelta) -> None:
+def test_clock_moves_by_seconds_or_by_a_timedelta(step: float | timedelta) -> None:
     clock = FakeClock(5)
     clock.advance(step)
     assert clock.now_us() == 90_000_005
@@ -359,7 +349,7 @@ def test_limited_functions_are_isolated_and_turned_off() -> None:
     limiter.close()
 
 
-def test_a_limiter_that_is_off_allows_everything_and_keeps_nothing() -> None:
+def test_limiter_that_is_off_allows_everything_and_keeps_nothing() -> None:
     seats = Limit(1, timedelta(minutes=1), algorithm="concurrency", name="seats")
     queue = Limit.parse("1/minute, leaky_bucket", name="queue")
     with Limiter(UNREACHABLE) as limiter:
@@ -397,13 +387,13 @@ OUTAGE_POLICY = read(
 def statuses(gate: Gate, *paths: str) -> list[int]:
     found = []
     for path in paths:
-        admission = gate.admit(Request("GET", path))
+        admission = gate.admit(FakeRequest(path))
         found.append(200 if admission.refusal is None else admission.refusal.status)
         gate.finish(admission, 200)
     return found
 
 
-def test_a_store_that_is_down_leaves_it_to_each_route() -> None:
+def test_store_that_is_down_leaves_it_to_each_route() -> None:
     gate = Gate(OUTAGE_POLICY)
     with isolated_limits() as limits:
         assert statuses(gate, *["/login"] * 3) == [200] * 3
@@ -543,7 +533,7 @@ def test_without():
 """
 
 
-def test_the_fixtures_work_in_a_users_suite_with_every_framework(pytester: pytest.Pytester) -> None:
+def test_fixtures_work_in_a_users_suite_with_every_framework(pytester: pytest.Pytester) -> None:
     pytester.path.joinpath("policy.yaml").write_text(USERS_POLICY)
     pytester.makepyfile(apps=USERS_APPS, test_users=USERS_TESTS)
     result = pytester.runpytest_subprocess(*PLUGIN, "-W", "error", "-p", "no:cacheprovider", timeout=60)
@@ -576,7 +566,7 @@ def test_limits_can_be_off_unless_a_test_asks_for_them(pytester: pytest.Pytester
     pytester.runpytest_subprocess(*PLUGIN, "-p", "no:cacheprovider", timeout=60).assert_outcomes(passed=2)
 
 
-def test_the_fixtures_explain_themselves(pytester: pytest.Pytester) -> None:
+def test_fixtures_explain_themselves(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess(*PLUGIN, "--fixtures", timeout=60)
     result.stdout.fnmatch_lines(
         ["headgate_limits *", "*Empty counters in memory and a fake clock for all gates and limiters*"]
@@ -595,3 +585,22 @@ def test_nothing_heavy_is_imported_before_it_is_used(module: str) -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20)
     heavy = ("headgate.adapters", "headgate.policy", "headgate.stores.redis", "redis", "yaml", "fastapi")
     assert not [name for name in loaded.stdout.split() if name.startswith(heavy)]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: FakeClock(-1), "a clock cannot stand at -1: give whole microseconds from 0 to 2**52"),
+        (lambda: FakeClock(2**52), f"a clock cannot stand at {2**52}: give whole microseconds from 0 to 2**52"),
+        (lambda: FakeClock(1.5), "a clock cannot stand at 1.5: give whole microseconds from 0 to 2**52"),
+        (lambda: FakeClock().advance(-1), "a clock cannot stand at -1000000: give whole microseconds from 0 to 2**52"),
+        (lambda: FakeClock().advance("60"), "a clock cannot move by '60': give seconds, or a timedelta"),  # type: ignore[arg-type]
+        (lambda: FakeClock().advance(math.inf), "a clock cannot move by inf: give seconds, or a timedelta"),
+        (lambda: FakeClock().advance(True), "a clock cannot move by True: give seconds, or a timedelta"),
+        (lambda: FakeClock().set_us(True), "a clock cannot stand at True: give whole microseconds from 0 to 2**52"),
+    ],
+)
+def test_fake_clock_rejects_invalid_times(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        call()
+    assert str(raised.value) == message

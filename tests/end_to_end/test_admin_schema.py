@@ -63,7 +63,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["fitting", "unfitting"])
-def test_every_answer_is_as_described_whoever_asks(mode: GenerationMode, app: Any) -> None:
+def test_every_response_matches_the_schema_for_every_role(mode: GenerationMode, app: Any) -> None:
     tokens: Tokens = app.state.parts.tokens
     texts = {role: tokens.make(f"{role} {mode.value}", role, by="the test").text for role in ROLES}
     described = schemathesis.openapi.from_asgi("/openapi.json", app)

@@ -108,7 +108,7 @@ def prometheus(target: int) -> Iterator[Prometheus]:
             process.wait(15)
 
 
-def arrival(client: str) -> AsgiRequest:
+def make_request(client: str) -> AsgiRequest:
     return AsgiRequest({"type": "http", "method": "GET", "path": "/search", "client": (client, 1), "headers": []})
 
 
@@ -137,12 +137,12 @@ def served() -> Iterator[tuple[Gate, RedisServer, Prometheus]]:
             thread.join(5)
 
 
-def test_the_rules_are_well_written() -> None:
+def test_rules_are_well_written() -> None:
     told = promtool("check", "rules", RULES)
     assert told.returncode == 0, told.stdout + told.stderr
 
 
-def test_the_rules_fire_when_they_should_and_only_then() -> None:
+def test_rules_fire_when_they_should_and_only_then() -> None:
     told = promtool("test", "rules", OPS / "prometheus" / "alerts_test.yml")
     assert told.returncode == 0, told.stdout + told.stderr
 
@@ -154,7 +154,7 @@ def test_prometheus_scrapes_a_gate_draws_its_dashboard_and_pages_when_redis_is_g
     total = 'sum(rate_limiter_decisions_total{outcome="%s", route_class="search", endpoint="/search"})'
     for client in range(3):
         for _ in range(8):
-            gate.admit(arrival(f"203.0.113.{client}"))
+            gate.admit(make_request(f"203.0.113.{client}"))
     wait_until(lambda: server.number(total % "denied") == 9, "a scrape that tells the denials")
     assert server.number(total % "allowed") == 15
     assert server.number('sum(rate_limiter_shadow_blocked_total{policy="watched"})') == 12
@@ -163,7 +163,7 @@ def test_prometheus_scrapes_a_gate_draws_its_dashboard_and_pages_when_redis_is_g
     answered = server.number("sum(rate_limiter_local_cache_hits_total) + sum(rate_limiter_redis_ops_total)")
     assert answered == 24 + 15  # the shadows were asked for each request that passed
     for client in range(3, 6):  # for the rates of series that are known by now
-        gate.admit(arrival(f"203.0.113.{client}"))
+        gate.admit(make_request(f"203.0.113.{client}"))
     wait_until(lambda: (server.number(f"rate({total[4:-1] % 'allowed'}[10s])") or 0) > 0, "a rate")
     empty = [expression for expression in expressions() if not server.query(expression)]
     quiet = ("rate_limiter_memory", "store_events_total{kind=~", "> 0")
@@ -171,7 +171,7 @@ def test_prometheus_scrapes_a_gate_draws_its_dashboard_and_pages_when_redis_is_g
     assert not server.firing() & {"HeadgateDegraded", "HeadgateScriptErrors", "HeadgateCountsLost"}
 
     redis.kill()
-    gate.admit(arrival("203.0.113.9"))
+    gate.admit(make_request("203.0.113.9"))
     wait_until(lambda: "HeadgateDegraded" in server.firing(), "a page")
     assert server.number('rate_limiter_degraded_mode_total{mode="fail_open"}') == 1
     assert server.number("rate_limiter_fallback_mode_total") == 1

@@ -41,7 +41,7 @@ def run_once(fleet: Fleet, name: str, load: Load) -> Run:
 
 
 @pytest.mark.parametrize(("name", "load"), [("stopped", "burst"), ("refused", "steady"), ("partition", "burst")])
-def test_a_fleet_bears_it(fleet: Fleet, name: str, load: Load) -> None:
+def test_fleet_bears_it(fleet: Fleet, name: str, load: Load) -> None:
     seen = run_once(fleet, name, load)
     found = judge(seen)
     assert found.wrong == {}
@@ -57,7 +57,7 @@ def test_a_fleet_bears_it(fleet: Fleet, name: str, load: Load) -> None:
         assert found.open_p50_us < 1_000
 
 
-def test_a_spike_does_not_become_a_cascade(fleet: Fleet) -> None:
+def test_spike_does_not_become_a_cascade(fleet: Fleet) -> None:
     """Timeouts do not let the spike through, nor do they make it bigger: nobody asks a store that cannot follow."""
     seen = run_once(fleet, "cascade", "burst")
     found = judge(seen)
@@ -122,7 +122,7 @@ WRONG: dict[str, tuple[list[Row], int]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_the_judge_notices(what: str) -> None:
+def test_judge_notices(what: str) -> None:
     rows, count = WRONG[what]
     assert judge(run_of(rows)).wrong == {what: count}
 
@@ -140,11 +140,11 @@ def test_the_judge_notices(what: str) -> None:
         rows_of(*[(FLOW, ALLOWED, EXACT)] * 100, every_ns=50 * MS),
     ],
 )
-def test_the_judge_lets_pass_what_is_right(rows: list[Row]) -> None:
+def test_judge_lets_pass_what_is_right(rows: list[Row]) -> None:
     assert judge(run_of(rows)).wrong == {}
 
 
-def test_a_turn_that_the_server_forgot_is_over_admitted_and_not_wrong() -> None:
+def test_turn_that_the_server_forgot_is_over_admitted_and_not_wrong() -> None:
     rows = rows_of(*[(TURN, ALLOWED, EXACT)] * 15)
     found = judge(run_of(rows, lost=[(T0 + MS, T0 + 2 * MS)]))
     assert (found.wrong, found.over["closed"]) == ({}, 5)
@@ -218,7 +218,7 @@ WEATHERS: dict[Weather, tuple[float, type[Exception] | None]] = {
 
 
 @pytest.mark.parametrize("weather", WEATHERS, ids=lambda weather: weather.kind)
-def test_the_weather_is_what_it_is_called(weather: Weather) -> None:
+def test_weather_is_what_it_is_called(weather: Weather) -> None:
     least, error = WEATHERS[weather]
     with behind_proxy() as rig, Caller(rig.urls[0]) as caller, Caller(rig.urls[1]) as other:
         assert caller.ping() == other.ping() == b"+PONG\r\n"
@@ -236,7 +236,7 @@ def test_the_weather_is_what_it_is_called(weather: Weather) -> None:
             assert later.ping() == b"+PONG\r\n"
 
 
-def test_who_is_hung_up_on_can_call_again() -> None:
+def test_proxy_accepts_connections_after_closing_them() -> None:
     with behind_proxy() as rig:
         with Caller(rig.urls[0]) as caller:
             caller.ping()

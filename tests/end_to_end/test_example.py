@@ -27,10 +27,10 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import pytest
-from examples.shop import crowd, tour
+from examples.shop import simulated_clients, tour
 from examples.shop.__main__ import main
 from examples.shop.app import app
-from examples.shop.home import Home
+from examples.shop.data_directory import DataDirectory
 from examples.shop.policy_file import PolicyFile
 
 from headgate.control.admin.tokens import Tokens
@@ -163,7 +163,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
         yield shop
 
 
-def test_the_overview_moves(shop: Shop) -> None:
+def test_overview_moves(shop: Shop) -> None:
     def clients_of(part: str) -> set[str]:
         return {each["label"] for each in shop.overview()[part]}
 
@@ -178,7 +178,7 @@ def test_the_overview_moves(shop: Shop) -> None:
     wait_until(lambda: sum(shop.overview()["series"]["allowed"]) > sum(first["series"]["allowed"]), "it to move")
 
 
-def test_the_crowd_is_not_in_the_terminal(shop: Shop) -> None:
+def test_crowd_is_not_in_the_terminal(shop: Shop) -> None:
     tour_lines = sum(len(step.asks) * step.times for step in tour.STEPS)
     before = len(decided(shop.log))
     shop.ask("GET", "/posts", X_Forwarded_For="203.0.113.200")
@@ -186,7 +186,7 @@ def test_the_crowd_is_not_in_the_terminal(shop: Shop) -> None:
     assert len(decided(shop.log)) <= tour_lines + 10, "lines of the tour, and of these tests"
 
 
-def test_a_link_signs_in_once(shop: Shop) -> None:
+def test_link_signs_in_once(shop: Shop) -> None:
     def follow(link: str) -> tuple[int, str]:
         parts = urlsplit(link)
         with closing(HTTPConnection(HOST, parts.port, timeout=10)) as connection:
@@ -204,7 +204,7 @@ def test_a_link_signs_in_once(shop: Shop) -> None:
     assert follow(first) == (401, "")
 
 
-def test_the_policy_can_be_edited_while_it_runs(shop: Shop) -> None:
+def test_policy_can_be_edited_while_it_runs(shop: Shop) -> None:
     def allowed_at_once() -> str:
         return shop.ask("GET", "/search?q=tea", X_Forwarded_For="203.0.113.201").headers["x-ratelimit-limit"]
 
@@ -212,7 +212,7 @@ def test_the_policy_can_be_edited_while_it_runs(shop: Shop) -> None:
     assert allowed_at_once() == "60"
     shop.policy.write_text(text.replace("bucket: 60/minute", "bucket: 30/minute"))
     wait_until(lambda: allowed_at_once() == "30", "the new version to hold")
-    wait_until(lambda: "holds: changed policy document policy.yaml" in shop.log, "the shop to tell of it")
+    wait_until(lambda: "in force: changed policy document policy.yaml" in shop.log, "the shop to tell of it")
     shop.policy.write_text(text.replace("bucket: 60/minute", "bukcet: 60/minute"))
     wait_until(lambda: "did you mean 'bucket'?" in shop.log, "the shop to refuse it")
     assert f"{shop.policy}:24:5: unknown field 'bukcet'" in shop.log
@@ -220,7 +220,7 @@ def test_the_policy_can_be_edited_while_it_runs(shop: Shop) -> None:
     assert "Traceback" not in shop.log
 
 
-def test_no_key_is_in_what_the_shop_keeps(shop: Shop) -> None:
+def test_no_key_is_in_the_files_of_the_example(shop: Shop) -> None:
     kept = b"".join(file.read_bytes() for file in shop.data.iterdir() if file.name != "lock")
     assert b"Tea House" in kept
     assert not re.findall(rb"(?:demo|crowd)-(?:pro|free|enterprise|launch|leaked|key)-\w+", kept)
@@ -229,9 +229,7 @@ def test_no_key_is_in_what_the_shop_keeps(shop: Shop) -> None:
 # ------------------------------------------------------------------ opening and closing
 
 
-def test_a_second_shop_with_two_workers_leaves_the_first_alone_and_gives_the_tour_in_colour(
-    shop: Shop, redis7: RedisServer, tmp_path: Path
-) -> None:
+def test_second_example_with_two_workers_runs_beside_the_first(shop: Shop, redis7: RedisServer, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 120, 0, 0))
     policy = tmp_path / "policy.yaml"
@@ -255,19 +253,19 @@ def test_a_second_shop_with_two_workers_leaves_the_first_alone_and_gives_the_tou
     log = re.sub(r"\x1b\[\d*m|\r", "", shown.decode())
     check_tour(log, retry_after=r"(29\d|300)")
     assert opened(log) > shop.port, "the port was taken"
-    assert running("examples.shop.crowd", f"{opened(log)}") == [], "the visitors have gone home"
+    assert running("examples.shop.simulated_clients", f"{opened(log)}") == [], "the simulated clients have ended"
     beside = shop.data.with_name(f"{shop.data.name}-2")
     assert stat.S_IMODE((beside / "secret").stat().st_mode) == 0o600, "without HEADGATE_SECRET it has one of its own"
 
 
-def test_ctrl_c_closes_the_shop(shop: Shop) -> None:
+def test_ctrl_c_stops_the_example(shop: Shop) -> None:
     """The last test with this shop."""
-    assert len(running("examples.shop.crowd", f"{shop.port}")) == 1
+    assert len(running("examples.shop.simulated_clients", f"{shop.port}")) == 1
     mine = shop.ask("GET", "/posts").headers
     assert int(mine["x-ratelimit-remaining"]) == int(mine["x-ratelimit-limit"]) - 1, "somebody took of what is yours"
     assert shop.interrupt() == 0
     assert "Traceback" not in shop.log
-    assert running("examples.shop.crowd", f"{shop.port}") == []
+    assert running("examples.shop.simulated_clients", f"{shop.port}") == []
 
 
 @pytest.mark.parametrize(
@@ -315,35 +313,35 @@ def test_only_a_change_of_the_file_puts_it_into_the_store(
         policy.write_text("limits: [{name: all, by: ip, bucket: 1/minute}]")
         file.begin()
         policy.write_text("limits: [{name: all, by: ip, bucket: 2/minute}]")
-        file.look()
+        file.check()
         assert (config.version, limit()) == (2, 2)
         config.rollback(1, author="ada", reason="too much")
-        file.look()
+        file.check()
         assert (config.version, limit()) == (3, 1), "what was taken back on the pages stays so"
         policy.write_text("limits: [{name: all, by: ip, bukcet: 3/minute}]")
-        file.look()
+        file.check()
         policy.unlink()
-        file.look()
+        file.check()
         assert config.version == 3
         policy.write_text("limits: [{name: all, by: ip, bucket: 3/minute}]")
-        file.look()
+        file.check()
         assert (config.version, limit()) == (4, 3)
         told = capsys.readouterr()
         assert told.err.count(f"{policy}:1:30: unknown field 'bukcet'") == 1
-        assert re.findall(r"version (\d) holds: .* \((.*): (.*)\)", told.out) == [
+        assert re.findall(r"version (\d) in force: .* \((.*): (.*)\)", told.out) == [
             ("2", "policy.yaml", "the file was changed"),
             ("3", "ada", "too much"),
             ("4", "policy.yaml", "the file was changed"),
         ]
 
 
-def test_a_home_is_one_shops_alone_and_keeps_its_secret(tmp_path: Path) -> None:
-    with closing(Home(tmp_path / "shop")) as first, closing(Home(tmp_path / "shop")) as second:
+def test_example_home_is_exclusive_and_keeps_its_secret(tmp_path: Path) -> None:
+    with closing(DataDirectory(tmp_path / "shop")) as first, closing(DataDirectory(tmp_path / "shop")) as second:
         assert (first.folder.name, second.folder.name) == ("shop", "shop-2")
         secret = first.secret()
         assert len(secret) == 64
         assert secret != second.secret()
-    with closing(Home(tmp_path / "shop")) as again:
+    with closing(DataDirectory(tmp_path / "shop")) as again:
         assert again.folder == first.folder
         assert again.secret() == secret
 
@@ -351,28 +349,28 @@ def test_a_home_is_one_shops_alone_and_keeps_its_secret(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ the crowd
 
 
-def visits_of(seconds: float, seed: int = 1) -> list[crowd.Visit]:
-    return list(takewhile(lambda visit: visit.at < seconds, crowd.visits(seed)))
+def visits_of(seconds: float, seed: int = 1) -> list[simulated_clients.Visit]:
+    return list(takewhile(lambda visit: visit.at < seconds, simulated_clients.visits(seed)))
 
 
-def test_a_seed_always_sends_the_same_crowd() -> None:
+def test_seed_always_sends_the_same_crowd() -> None:
     assert visits_of(30) == visits_of(30)
     assert visits_of(30) != visits_of(30, seed=2)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_crowd_is_bounded_and_everybody_comes_soon(seed: int) -> None:
+def test_simulated_traffic_is_bounded_and_covers_all_clients(seed: int) -> None:
     found = visits_of(300, seed)
     times = [visit.at for visit in found]
     assert times == sorted(times)
     seconds = Counter(int(at) for at in times)
     assert len(seconds) == 300
-    assert max(seconds.values()) == crowd.MOST_A_SECOND, "a launch comes up to it"
+    assert max(seconds.values()) == simulated_clients.MOST_A_SECOND, "a launch comes up to it"
     assert min(seconds.values()) < 25, "there are waves"
-    assert {visit.habit for visit in found if visit.at < 25} == {habit.name for habit in crowd.HABITS}
+    assert {visit.habit for visit in found if visit.at < 25} == {habit.name for habit in simulated_clients.HABITS}
 
 
-def test_the_crowd_takes_nothing_of_what_the_tour_and_you_have() -> None:
+def test_crowd_takes_nothing_of_what_the_tour_and_you_have() -> None:
     theirs = {(ask.key, ask.login) for step in tour.STEPS for ask in step.asks} - {("demo-leaked-key", None)}
     for visit in visits_of(60):
         assert visit.headers["x-crowd"] == visit.habit
@@ -380,8 +378,8 @@ def test_the_crowd_takes_nothing_of_what_the_tour_and_you_have() -> None:
         assert (visit.ask.key, visit.ask.login) == (None, None) or (visit.ask.key, visit.ask.login) not in theirs
 
 
-def test_the_crowd_ends_with_whoever_sent_it() -> None:
-    command = [sys.executable, "-m", "examples.shop.crowd", "--port", "1"]
+def test_simulated_traffic_ends_with_its_parent() -> None:
+    command = [sys.executable, "-m", "examples.shop.simulated_clients", "--port", "1"]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         process.stdin.close()
@@ -403,7 +401,7 @@ def client(limits: IsolatedLimits) -> Iterator[TestClient]:
         yield client
 
 
-def test_the_policy_has_nothing_to_complain_about() -> None:
+def test_policy_has_nothing_to_complain_about() -> None:
     assert load(POLICY).warnings == ()
 
 
@@ -411,7 +409,7 @@ def test_the_policy_has_nothing_to_complain_about() -> None:
     ("key", "quota"),
     [(None, 60), ("demo-free-key", 60), ("unknown", 60), ("demo-pro-key", 600), ("demo-launch-key", 1200)],
 )
-def test_a_key_has_the_numbers_of_its_tier(client: TestClient, key: str | None, quota: int) -> None:
+def test_key_has_the_numbers_of_its_tier(client: TestClient, key: str | None, quota: int) -> None:
     answer = client.get("/posts", headers={"X-API-Key": key} if key else {})
     assert answer.headers["ratelimit-policy"].startswith(f'"requests";q={quota};w=60')
 
@@ -466,7 +464,7 @@ def test_health_is_never_counted(client: TestClient, limits: IsolatedLimits) -> 
     assert limits.decisions == []
 
 
-def test_the_address_that_is_printed_opens_a_page_that_explains_the_shop(
+def test_printed_address_opens_the_page_of_the_example(
     client: TestClient, limits: IsolatedLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without = client.get("/")

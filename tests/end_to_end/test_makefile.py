@@ -33,7 +33,7 @@ def make(clone: Path, target: str, python: str = sys.executable, **environ: str)
     return subprocess.run(command, cwd=clone, env=own | environ, capture_output=True, text=True, timeout=100)
 
 
-def test_a_python_that_is_too_old_is_named_and_leaves_nothing_behind(clone: Path, tmp_path: Path) -> None:
+def test_python_that_is_too_old_is_named_and_leaves_nothing_behind(clone: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.version_info = (3, 10, 13, 'final', 0)\n")
     done = make(clone, "run", PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
@@ -43,7 +43,7 @@ def test_a_python_that_is_too_old_is_named_and_leaves_nothing_behind(clone: Path
 
 
 @pytest.mark.parametrize("with_pip", [False, True])
-def test_a_venv_that_was_left_without_pip_is_finished(clone: Path, tmp_path: Path, with_pip: bool) -> None:
+def test_venv_that_was_left_without_pip_is_finished(clone: Path, tmp_path: Path, with_pip: bool) -> None:
     venv.create(clone / ".venv", symlinks=True)
     if with_pip:
         (packages,) = (clone / ".venv" / "lib").glob("python*/site-packages")

@@ -43,6 +43,7 @@ from headgate.control.service import Actor, ChangeContext, ClientRef, OverrideSp
 from headgate.control.service.service import AdminService
 from headgate.policy import read
 from headgate.policy.api_keys import ApiKeyHasher
+from headgate.quotas import Ledger
 from headgate.telemetry import DecisionLog, otel, prometheus
 from headgate.telemetry.fleet.redis_status_store import RedisStatusStore
 from headgate.telemetry.fleet.reporter import StatusReporter
@@ -168,7 +169,7 @@ class Town:
             "secret": SECRET,
             "namespace": "town",
             "budget": 1.0,
-            "identities": {"tenant": lambda arrival: next(iter(arrival.header("x-tenant")), None)},
+            "identities": {"tenant": lambda request: next(iter(request.header("x-tenant")), None)},
             "on_decision": self._decided,
             "on_event": lambda event: put("events", f"{event} {event!r}"),
             "refusal_body": self._body,
@@ -188,15 +189,20 @@ class Town:
             prometheus.register(app.gate, self.registry, name=name)
             otel.instrument(app.gate, meters, name=name)
             otel.trace(app.gate, tracers)
-        self.pulse = stack.enter_context(closing(StatusReporter(self.app.gate, self.board, node="web-1", every=None)))
+        self.reporter = stack.enter_context(
+            closing(StatusReporter(self.app.gate, self.board, node="web-1", every=None))
+        )
         counters = stack.enter_context(closing(Limiter(redis.url, namespace="town", budget=1.0)))
         self.hook = stack.enter_context(receiver(lambda body: put("webhook", body)))
         self.watcher = AnomalyDetector(
             self.board, self.config, webhook=Webhook(self.hook, "a secret of sixteen bytes"), clock=self.clock
         )
         steps = AnomalyLog(self.config, clock=self.clock)
+        self.ledger = stack.enter_context(closing(Ledger(config, clock=self.clock)))
+        self.ledger.grant("acme", 100)
         self.service = AdminService(
             self.config,
+            ledger=self.ledger,
             counters=counters,
             log=self.log,
             status_store=self.board,
@@ -222,9 +228,9 @@ class Town:
         self.places.put("answers of the API", f"{told} {body!r}")
         return int(told[0].split()[0])
 
-    def _decided(self, arrival: Any, admission: Any) -> None:
+    def _decided(self, request: Any, admission: Any) -> None:
         for log in self.logs:
-            log(arrival, admission)
+            log(request, admission)
         said = [admission, admission.decision, admission.resolution, admission.refusal]
         said += [*admission.resolution.keys] if admission.resolution else []
         self.places.put("decisions", " ".join(f"{each} {each!r}" for each in said))
@@ -379,7 +385,7 @@ def change_things(town: Town) -> None:
         for _ in range(80):
             town.ask("/items/1", x_api_key=HEADER)
         town.clock.set_us((town.clock.now_us() // MINUTE_US + 1) * MINUTE_US + 20_000_000)
-        town.pulse.report()
+        town.reporter.report()
         town.watcher.check()
     assert town.watcher._webhook.deliver(town.config.engine, town.clock) == 1
 
@@ -469,16 +475,17 @@ def be_clumsy(town: Town, *, briefly: bool) -> None:
 
 
 def look_at_everything(town: Town) -> None:
-    town.pulse.report()
+    town.reporter.report()
     numbers = {"{id:int}": f"{town.service.overrides.list().items[0].id}", "{version:int}": "2"}
     for path in READS:
         for name, value in numbers.items():
             path = path.replace(name, value)
         client = f"?kind=api_key&value={HASH}"
         queries = {"/client": f"{client}&at=today", "/blocks/new": client, "/policy/diff": "?one=1&other=2"}
+        queries["/ledger/account"] = "?account=acme"
         assert town.page(path + queries.get(path, "")) == 200, path
     for path in ("overview", "steps", "decisions", "clients", "overrides", "blocks", "tiers", "routes", "policy",
-                 "versions", "versions/2/diff", "audit", "tokens"):  # fmt: skip
+                 "versions", "versions/2/diff", "audit", "tokens", "regions", "ledger/accounts"):  # fmt: skip
         assert town.api("GET", path) == 200, path
 
 
@@ -713,7 +720,7 @@ def test_no_key_is_found_anywhere(town: Town) -> None:
     assert [each for key in KEYS for each in kept.sightings(forms(key))] == []
 
 
-def test_keys_that_nobody_has_typed_are_not_even_in_those_answers(town: Town) -> None:
+def test_other_keys_are_not_in_the_responses(town: Town) -> None:
     typed = (HEADER, SHAPED, STRANGER)
     assert [each for key in KEYS if key not in typed for each in town.places.sightings(forms(key))] == []
 
@@ -765,7 +772,7 @@ def test_what_is_known_to_be_there_is_found_by_the_same_search(town: Town) -> No
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_key_would_be_found_however_it_is_written(key: str) -> None:
+def test_key_would_be_found_however_it_is_written(key: str) -> None:
     for written in (
         key.encode(),
         f"begins with {key[:12]}...".encode(),

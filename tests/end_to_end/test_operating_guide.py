@@ -81,7 +81,7 @@ def is_listening(port: int) -> bool:
         return probe.connect_ex((HOST, port)) == 0
 
 
-def test_the_guide_works_from_the_first_command_to_the_last(
+def test_guide_works_from_the_first_command_to_the_last(
     shell: Shell, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reservations = [_reserve_port(), _reserve_port()]

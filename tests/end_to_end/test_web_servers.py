@@ -140,7 +140,7 @@ def test_four_workers_let_in_exactly_the_limit(serve: Callable[[str], WebServer]
 
 
 @pytest.mark.parametrize("kind", ["uvicorn", "gunicorn-preload"])
-def test_a_changed_policy_holds_without_a_restart_and_a_bad_one_changes_nothing(
+def test_changed_policy_holds_without_a_restart_and_a_bad_one_changes_nothing(
     serve: Callable[[str], WebServer], allow: Callable[[int], None], tmp_path: Path, kind: str
 ) -> None:
     watching = WORKERS + (kind == "gunicorn-preload")  # there the app is made once more, in the parent
@@ -193,7 +193,7 @@ app.wsgi_app = with_pid
 
 
 @pytest.mark.parametrize("kind", ["sync", "gthread --threads 4"])
-def test_the_first_request_of_a_preloaded_worker_is_answered_by_the_store(
+def test_first_request_of_a_preloaded_worker_is_answered_by_the_store(
     tmp_path: Path, redis7: RedisServer, allow: Callable[[int], None], kind: str
 ) -> None:
     """A forked worker has no connection yet, and needs longer to open one than the budget of a check."""
@@ -213,7 +213,7 @@ def test_the_first_request_of_a_preloaded_worker_is_answered_by_the_store(
         assert list(first.values()) == [200] * WORKERS
 
 
-def test_a_bad_policy_keeps_a_server_from_starting(serve: Callable[[str], WebServer], tmp_path: Path) -> None:
+def test_bad_policy_keeps_a_server_from_starting(serve: Callable[[str], WebServer], tmp_path: Path) -> None:
     server = serve("uvicorn-alone")
     (tmp_path / "policy.yaml").write_text("limits: [{by: global, bukcet: 7/day}]")
     try:

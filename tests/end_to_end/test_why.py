@@ -119,7 +119,7 @@ class Api:
             store,
             clock=self.clock,
             secret=SECRET,
-            identities={"tenant": lambda arrival: next(iter(arrival.header("x-tenant")), None)},
+            identities={"tenant": lambda request: next(iter(request.header("x-tenant")), None)},
             on_decision=log,
             namespace=namespace,
             budget=1.0,  # other tests may keep this machine busy
@@ -293,7 +293,7 @@ def test_four_ways_to_ask_have_one_answer(yesterday: Yesterday, browser: Browser
     assert [paragraphs(each) for each in (*[each.result() for each in texts], on_the_page)] == [both_parts(found)] * 3
 
 
-def test_the_answer_is_what_happened(yesterday: Yesterday) -> None:
+def test_answer_is_what_happened(yesterday: Yesterday) -> None:
     around = yesterday.around
     answer = yesterday.by_api()["answer"]
     statuses = Counter(each.status for each in around)
@@ -319,7 +319,7 @@ def test_the_answer_is_what_happened(yesterday: Yesterday) -> None:
     assert [each["name"] for each in answer["limits"]] == ["search", "exports"]  # the one that denied most, first
 
 
-def test_the_mail_and_the_details_say_it_in_words(yesterday: Yesterday) -> None:
+def test_mail_and_the_details_say_it_in_words(yesterday: Yesterday) -> None:
     found = yesterday.by_api()
     to_customer, for_colleagues = "\n".join(found["mail"]), "\n".join(found["details"])
     statuses = Counter(each.status for each in yesterday.around)
@@ -374,7 +374,7 @@ def test_with_the_overrides_that_it_names_the_same_traffic_passes(yesterday: Yes
         assert limits[1]["override_note"] is None
 
 
-def test_a_log_in_clickhouse_gives_the_same_answer(tmp_path: Path, clickhouse: str) -> None:
+def test_log_in_clickhouse_gives_the_same_answer(tmp_path: Path, clickhouse: str) -> None:
     login = f"{USER}:{quote(PASSWORD)}"
     with ExitStack() as stack:
         log = f"clickhouse://{login}@{clickhouse}/default?table=three_pm"

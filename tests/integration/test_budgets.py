@@ -118,9 +118,7 @@ both_modes = pytest.mark.parametrize("mode", ["raise", "closed"])
 
 @both_kinds
 @both_modes
-def test_a_shard_that_hangs_delays_nobody_who_does_not_need_it(
-    own_cluster: RedisCluster, unique: str, ask: Any, mode: str
-) -> None:
+def test_hanging_shard_delays_only_its_own_keys(own_cluster: RedisCluster, unique: str, ask: Any, mode: str) -> None:
     hanging, *healthy = own_cluster.nodes[:3]
     keys: dict[int, list[Key]] = {}
     for number in range(100):
@@ -156,7 +154,7 @@ def test_a_shard_that_hangs_delays_nobody_who_does_not_need_it(
 @both_kinds
 @both_modes
 @pytest.mark.parametrize("hanging", ["primary", "sentinel", "both"])
-def test_the_budget_holds_where_a_sentinel_or_its_primary_hangs(
+def test_budget_holds_where_a_sentinel_or_its_primary_hangs(
     sentinel_set: SentinelSet, unique: str, ask: Any, mode: str, hanging: str
 ) -> None:
     primary, first = sentinel_set.nodes[0], sentinel_set.sentinels[0]

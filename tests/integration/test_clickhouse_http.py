@@ -68,7 +68,7 @@ def test_records_come_back_over_http_as_they_went(url: str, records: list[Decisi
         ("late", "timed out"),
     ],
 )
-def test_what_is_not_certain_comes_again_and_is_there_once(
+def test_uncertain_batch_is_resent_and_stored_once(
     clickhouse: str, url: str, records: list[DecisionRecord], fault: str, message: str
 ) -> None:
     before = inserts(clickhouse)
@@ -95,7 +95,7 @@ def test_what_the_client_itself_sends_again_is_there_once(
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
-def test_a_log_gets_all_of_it_there_in_spite_of_faults(clickhouse: str, url: str, writer: str) -> None:
+def test_log_gets_all_of_it_there_in_spite_of_faults(clickhouse: str, url: str, writer: str) -> None:
     with DecisionLog(url, secret=SECRET, sample=0, every=0.01, batch=200, writer=writer) as log:  # type: ignore[arg-type]
         traffic = Traffic("limits: [{by: ip, bucket: 1/hour}]", log)
         traffic.send(times=2)
@@ -108,13 +108,13 @@ def test_a_log_gets_all_of_it_there_in_spite_of_faults(clickhouse: str, url: str
     assert len(found(url, {Pseudonymizer(SECRET).key("ip", "203.0.113.9")})) == 901
 
 
-def test_a_wrong_password_is_told_as_such_and_not_shown(clickhouse: str, records: list[DecisionRecord]) -> None:
+def test_wrong_password_is_reported_and_not_shown(clickhouse: str, records: list[DecisionRecord]) -> None:
     with closing(open_sink(f"clickhouse://{USER}:another-password@{clickhouse}/default")) as sink:
         with pytest.raises(Exception, match="Authentication failed") as failure:
             sink.write(records)
         assert "another-password" not in str(failure.value)
 
 
-def test_a_table_that_is_missing_is_told_as_such(url: str, records: list[DecisionRecord]) -> None:
+def test_missing_table_is_reported(url: str, records: list[DecisionRecord]) -> None:
     with closing(open_sink(f"{url}&create=no")) as sink, pytest.raises(Exception, match=r"(?i)unknown.table|not exist"):
         sink.write(records)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate import AsyncLimiter, Decision, Key, Limit, Limiter
-from support.servers import wait_until
+from support.servers import RedisServer, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,7 +67,7 @@ def passed(decisions: list[Decision]) -> int:
 
 
 @pytest.mark.parametrize("algorithm", ["concurrency", "sliding_log", "token_bucket"])
-def test_a_thousand_requests_from_sixteen_threads(store_url: str, unique: str, algorithm: str) -> None:
+def test_thousand_requests_from_sixteen_threads(store_url: str, unique: str, algorithm: str) -> None:
     key = key_of(unique, algorithm=algorithm)
     with Limiter(store_url) as limiter:
         decisions = ask_from_threads(limiter, key, requests=1_000, threads=16)
@@ -77,7 +77,7 @@ def test_a_thousand_requests_from_sixteen_threads(store_url: str, unique: str, a
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_thousand_requests_from_as_many_tasks(store_url: str, unique: str, algorithm: str) -> None:
+def test_thousand_requests_from_as_many_tasks(store_url: str, unique: str, algorithm: str) -> None:
     async def main() -> None:
         key = key_of(unique, algorithm=algorithm)
         async with AsyncLimiter(store_url, budget=20) as limiter:
@@ -100,7 +100,7 @@ def four_processes() -> Iterator[Pool]:
         yield pool
 
 
-def test_a_thousand_requests_from_four_processes(four_processes: Pool, remote_url: str, unique: str) -> None:
+def test_thousand_requests_from_four_processes(four_processes: Pool, remote_url: str, unique: str) -> None:
     counts = four_processes.starmap(count_in_a_process, [(remote_url, unique, 250)] * 4, chunksize=1)
     assert sum(counts) == 100
 
@@ -140,7 +140,7 @@ forking = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 
 
 @forking
-def test_a_limiter_that_was_used_before_the_fork_is_used_after_it(remote_url: str, unique: str) -> None:
+def test_limiter_that_was_used_before_the_fork_is_used_after_it(remote_url: str, unique: str) -> None:
     key = key_of(unique)
     with Limiter(remote_url) as limiter:
         assert limiter.check(key).allowed
@@ -150,7 +150,7 @@ def test_a_limiter_that_was_used_before_the_fork_is_used_after_it(remote_url: st
 
 
 @forking
-def test_the_first_answer_in_a_child_is_the_stores(remote_url: str, unique: str) -> None:
+def test_first_answer_in_a_child_is_the_stores(remote_url: str, unique: str) -> None:
     """Though a connection takes longer than the budget of a check: the limiter was connected before the fork."""
     key = key_of(unique)
     with Limiter(remote_url, on_failure="closed", budget=0.005) as limiter:
@@ -160,7 +160,7 @@ def test_the_first_answer_in_a_child_is_the_stores(remote_url: str, unique: str)
 
 
 @forking
-def test_the_first_answer_in_a_child_with_an_event_loop_is_the_stores(remote_url: str, unique: str) -> None:
+def test_first_answer_in_a_child_with_an_event_loop_is_the_stores(remote_url: str, unique: str) -> None:
     key, limiter = key_of(unique), AsyncLimiter(remote_url, on_failure="closed", budget=0.005)
 
     async def become_exact() -> None:
@@ -196,7 +196,7 @@ def test_parent_and_children_may_talk_at_the_same_time(remote_url: str, unique: 
 
 
 @forking
-def test_an_async_limiter_that_was_used_before_the_fork_is_used_after_it(remote_url: str, unique: str) -> None:
+def test_async_limiter_that_was_used_before_the_fork_is_used_after_it(remote_url: str, unique: str) -> None:
     key, limiter = key_of(unique), AsyncLimiter(remote_url)
 
     async def count(requests: int) -> int:
@@ -211,7 +211,7 @@ def test_an_async_limiter_that_was_used_before_the_fork_is_used_after_it(remote_
 
 @forking
 @pytest.mark.parametrize("store", ["memory", "redis7"])
-def test_a_child_that_is_forked_in_the_middle_of_calls_does_not_hang(
+def test_child_that_is_forked_in_the_middle_of_calls_does_not_hang(
     request: pytest.FixtureRequest, store: str, unique: str, restless: None
 ) -> None:
     """Whatever lock another thread held at that moment, nobody is left in the child to let go of it."""
@@ -236,7 +236,7 @@ def test_a_child_that_is_forked_in_the_middle_of_calls_does_not_hang(
 
 
 @forking
-def test_a_lease_is_renewed_in_a_child_as_it_is_in_its_parent(remote_url: str, unique: str) -> None:
+def test_lease_is_renewed_in_a_child_as_it_is_in_its_parent(remote_url: str, unique: str) -> None:
     """Threads are not inherited: who was forked while the parent held a lease needs a thread of its own."""
     room = Limit(9, timedelta(milliseconds=400), algorithm="concurrency", name=unique).by("ada")
 
@@ -252,7 +252,7 @@ def test_a_lease_is_renewed_in_a_child_as_it_is_in_its_parent(remote_url: str, u
 # The memory store's short path
 
 
-def test_a_hot_key_in_memory_counts_exactly_under_restless_threads(restless: None) -> None:
+def test_hot_key_in_memory_counts_exactly_under_restless_threads(restless: None) -> None:
     with Limiter() as limiter:
         for turn in range(40):
             key = key_of("hot", quota=333).limit.by(turn)
@@ -261,7 +261,7 @@ def test_a_hot_key_in_memory_counts_exactly_under_restless_threads(restless: Non
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_hot_key_in_memory_counts_exactly_whatever_else_goes_on(restless: None, algorithm: str) -> None:
+def test_hot_key_in_memory_counts_exactly_whatever_else_goes_on(restless: None, algorithm: str) -> None:
     """Checks of one limit and of several, refunds, resets and plan changes of other keys, and a store that is full."""
     quota, threads, turns = 300, 8, 5
     hot = Limit(quota, LONG, algorithm=algorithm, name="hot")
@@ -297,7 +297,7 @@ def test_a_hot_key_in_memory_counts_exactly_whatever_else_goes_on(restless: None
             assert limiter.stats.evicted > 0
 
 
-def test_a_hot_key_and_its_refunds_balance_under_restless_threads(restless: None) -> None:
+def test_hot_key_and_its_refunds_balance_under_restless_threads(restless: None) -> None:
     key = key_of("hot", quota=50)
     with Limiter() as limiter, ThreadPoolExecutor(8) as pool:
 
@@ -311,7 +311,7 @@ def test_a_hot_key_and_its_refunds_balance_under_restless_threads(restless: None
 # Several limits
 
 
-def test_a_hundred_at_once_pass_a_narrow_limit_once_and_charge_the_wide_one_once(store_url: str, unique: str) -> None:
+def test_hundred_at_once_pass_a_narrow_limit_once_and_charge_the_wide_one_once(store_url: str, unique: str) -> None:
     wide, narrow = key_of(f"{unique}-ip", quota=1_000), key_of(f"{unique}-user", quota=1)
     with Limiter(store_url) as limiter:
         assert passed(ask_from_threads(limiter, wide, narrow, requests=100, threads=20)) == 1
@@ -348,7 +348,7 @@ def test_nothing_leaks_where_shards_contend(cluster: Any, unique: str, algorithm
 
 
 @pytest.mark.parametrize("give_up", ["before a turn", "after a turn", "on the way"])
-def test_who_is_cancelled_hurts_nobody_else(store_url: str, unique: str, give_up: str) -> None:
+def test_cancelled_task_does_not_affect_others(store_url: str, unique: str, give_up: str) -> None:
     key = key_of(unique, quota=1_000)
 
     async def main() -> None:
@@ -368,7 +368,7 @@ def test_who_is_cancelled_hurts_nobody_else(store_url: str, unique: str, give_up
     asyncio.run(main())
 
 
-def test_who_runs_out_of_time_hurts_nobody_else(store_url: str, unique: str) -> None:
+def test_timed_out_task_does_not_affect_others(store_url: str, unique: str) -> None:
     key = key_of(unique, quota=1_000)
 
     async def impatient(limiter: AsyncLimiter, seconds: float) -> Decision | None:
@@ -389,7 +389,7 @@ def test_who_runs_out_of_time_hurts_nobody_else(store_url: str, unique: str) -> 
     asyncio.run(main())
 
 
-def test_a_waiting_task_that_is_cancelled_has_taken_nothing(store_url: str, unique: str) -> None:
+def test_waiting_task_that_is_cancelled_has_taken_nothing(store_url: str, unique: str) -> None:
     key = key_of(unique, quota=5)
 
     async def main() -> None:
@@ -405,7 +405,7 @@ def test_a_waiting_task_that_is_cancelled_has_taken_nothing(store_url: str, uniq
     asyncio.run(main())
 
 
-def test_a_hold_whose_task_is_cancelled_is_left(store_url: str, unique: str) -> None:
+def test_hold_whose_task_is_cancelled_is_left(store_url: str, unique: str) -> None:
     room = key_of(unique, quota=1, algorithm="concurrency")
 
     async def main() -> None:
@@ -450,7 +450,7 @@ def unclosed_is_fine(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
         gc.collect()
 
 
-def test_a_loop_that_ended_without_a_word_leaves_the_limiter_usable(
+def test_loop_that_ended_without_a_word_leaves_the_limiter_usable(
     remote_url: str, unique: str, unclosed_is_fine: None
 ) -> None:
     key, limiter = key_of(unique), AsyncLimiter(remote_url)
@@ -482,7 +482,7 @@ def test_one_limiter_serves_two_loops_at_the_same_time(store_url: str, unique: s
         assert [one.result() for one in running] == [200, 200]
 
 
-def test_a_loop_may_go_on_in_another_thread_while_others_run(store_url: str, unique: str) -> None:
+def test_loop_may_go_on_in_another_thread_while_others_run(store_url: str, unique: str) -> None:
     """Whose loop it is is seen by the thread that it runs in, at that moment."""
     key, limiter = key_of(unique, quota=1_000), AsyncLimiter(store_url)
     together = threading.Barrier(2, timeout=5)
@@ -531,3 +531,29 @@ def test_no_call_blocks_the_loop(remote_url: str, unique: str) -> None:
                 await limiter.acquire(slow, cost=4)
 
     asyncio.run(main())
+
+
+@pytest.mark.usefixtures("nothing_is_left_open")
+def test_child_forked_during_a_request_works_and_ends(server: RedisServer, unique: str) -> None:
+    key = key_of(unique)
+    with Limiter(server.url, on_failure="local", budget=1.0) as limiter:
+        limiter.check(key)
+        front, kept = limiter.engine.local, limiter.engine.maintenance
+        assert kept is not None
+        wait_until(lambda: kept._thread is not None and kept.knows_fleet_size, "the keeper")
+        farewell = kept._finalizer
+        locks = [front.block_list._lock, front.denial_cache._lock, front.prepaid._lock, front.ledger._lock]
+        locks += [kept._lock, kept._client._lock]
+        for lock in locks:
+            with lock:
+                pid = os.fork()
+                if not pid:
+                    status = 1
+                    try:
+                        signal.alarm(10)
+                        front.block_list.set("tenant", "acme", None, None)
+                        status = 0 if limiter.check(key).degraded is None else 2
+                        farewell()  # what is done at the end must not wait, either
+                    finally:
+                        os._exit(status)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, lock

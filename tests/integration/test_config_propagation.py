@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate._pace import low_priority
-from headgate.control.config import ConfigStore, ConfigUnavailable, OverrideRow, Put, notifications, watcher
+from headgate.control.config import ConfigStore, ConfigUnavailable, OverrideRow, Put, watcher
 from headgate.control.config.watcher import ConfigSource, ConfigWatcher
 from headgate.errors import InvalidConfiguration, InvalidPolicy
 from headgate.gate.gate import Gate
 from headgate.policy import read
+from headgate.testing import FakeRequest
 from support.postgres import PostgresServer
 from support.servers import wait_until
 
@@ -74,7 +75,7 @@ def threads_of(store: ConfigStore) -> list[threading.Thread]:
 # ------------------------------------------------------------------ changes arrive
 
 
-def test_a_change_arrives_within_a_second(store: ConfigStore) -> None:
+def test_change_arrives_within_a_second(store: ConfigStore) -> None:
     following = follow(store, every=1.0)
     took = []
     for number in range(3):
@@ -87,11 +88,11 @@ def test_a_change_arrives_within_a_second(store: ConfigStore) -> None:
     assert following.version == "4"
 
 
-def test_what_is_not_told_is_found_by_polling(
+def test_missed_notifications_are_found_by_polling(
     postgres: PostgresServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notifications, "NOTIFY_CHANNEL", "elsewhere")
+    monkeypatch.setattr(watcher, "NOTIFY_CHANNEL", "elsewhere")
     monkeypatch.setattr(watcher, "POLL_INTERVAL_S", 0.3)
     store = ConfigStore(postgres.fresh_url())
     store.put_policy(POLICY, **BY)
@@ -102,10 +103,8 @@ def test_what_is_not_told_is_found_by_polling(
     store.close()
 
 
-def test_a_node_that_waits_for_news_knows_that_there_are_none(
-    store: ConfigStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(notifications, "VERSION_CHECK_INTERVAL_S", 0.1)
+def test_waiting_node_is_up_to_date(store: ConfigStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher, "VERSION_CHECK_INTERVAL_S", 0.1)
     following = follow(store, every=1.0)
     looks: list[int] = []
     monkeypatch.setattr(following, "look", lambda: looks.append(following.checked_us))
@@ -122,12 +121,12 @@ def test_a_node_that_waits_for_news_knows_that_there_are_none(
     following.close()
 
 
-def test_what_postgresql_could_not_tell_is_asked_for(
+def test_missed_postgresql_notifications_are_polled(
     postgres: PostgresServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notifications, "NOTIFY_CHANNEL", "elsewhere")
-    monkeypatch.setattr(notifications, "VERSION_CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(watcher, "NOTIFY_CHANNEL", "elsewhere")
+    monkeypatch.setattr(watcher, "VERSION_CHECK_INTERVAL_S", 0.1)
     store = ConfigStore(postgres.fresh_url())
     store.put_policy(POLICY, **BY)
     following = follow(store, quota, every=1.0)
@@ -152,7 +151,7 @@ def test_another_file_in_the_place_of_a_store_is_noticed(files: ConfigStore, tmp
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_a_node_holds_what_the_store_would_compile(store: ConfigStore, is_whole: bool) -> None:
+def test_node_holds_what_the_store_would_compile(store: ConfigStore, is_whole: bool) -> None:
     following = follow(store, lambda policy: policy)
     store.override(("tenant", "acme"), "5/hour", limit="search", **BY)
     store.override(("tenant", "hooli"), "6/hour", limit="search", **BY)
@@ -169,12 +168,12 @@ def test_a_node_holds_what_the_store_would_compile(store: ConfigStore, is_whole:
     assert not following.look()
 
 
-def test_a_gate_lives_by_the_store(files: ConfigStore) -> None:
+def test_gate_lives_by_the_store(files: ConfigStore) -> None:
     gate = Gate(read("limits: [{by: ip, bucket: 1/hour}]"), identities={"tenant": lambda _: "acme"})
     following = ConfigSource(url_of(files)).follow(gate._activate, every=None)
 
     def passes() -> bool:
-        return gate.admit(Request()).allowed
+        return gate.admit(FakeRequest(peer="192.0.2.7")).allowed
 
     assert [passes() for _ in range(11)] == [True] * 10 + [False]
     files.override(("tenant", "acme"), "12/minute", limit="search", **BY)
@@ -184,13 +183,6 @@ def test_a_gate_lives_by_the_store(files: ConfigStore) -> None:
     following.look()
     assert not passes()
     gate.close()
-
-
-class Request:
-    method, path, mounted_path, peer, native = "GET", "/", None, "192.0.2.7", None
-
-    def header(self, _: str) -> list[str]:
-        return []
 
 
 def test_what_a_gate_cannot_use_changes_nothing(files: ConfigStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -215,7 +207,7 @@ def test_what_a_gate_cannot_use_changes_nothing(files: ConfigStore, caplog: pyte
 
 
 @pytest.mark.parametrize("is_noticed_at_once", [True, False])
-def test_a_store_that_was_set_back_is_followed(files: ConfigStore, tmp_path: Path, is_noticed_at_once: bool) -> None:
+def test_store_that_was_set_back_is_followed(files: ConfigStore, tmp_path: Path, is_noticed_at_once: bool) -> None:
     """As from a backup: version 3 is another version 3 now."""
     backup = tmp_path / "backup.db"
     shutil.copy(tmp_path / "config.db", backup)
@@ -276,7 +268,7 @@ def test_while_the_store_is_down_the_last_version_holds_and_says_how_old_it_is(
         store.close()
 
 
-def test_a_node_is_in_touch_again_also_when_nothing_has_changed(
+def test_node_is_in_touch_again_also_when_nothing_has_changed(
     files: ConfigStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     following = follow(files, quota)
@@ -294,7 +286,7 @@ def test_a_node_is_in_touch_again_also_when_nothing_has_changed(
     assert "is available again" in told[1]
 
 
-def test_the_copy_holds_every_version_and_the_workers_of_a_machine_share_it(files: ConfigStore, tmp_path: Path) -> None:
+def test_copy_holds_every_version_and_the_workers_of_a_machine_share_it(files: ConfigStore, tmp_path: Path) -> None:
     copy = tmp_path / "copy.db"
     nodes = [follow(files, lambda policy: policy, cache=copy) for _ in range(2)]
     for change in (
@@ -312,9 +304,7 @@ def test_the_copy_holds_every_version_and_the_workers_of_a_machine_share_it(file
     assert copy.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_copy_that_was_deleted_is_written_again_though_nothing_has_changed(
-    files: ConfigStore, tmp_path: Path
-) -> None:
+def test_copy_that_was_deleted_is_written_again_though_nothing_has_changed(files: ConfigStore, tmp_path: Path) -> None:
     copy = tmp_path / "copy.db"
     node = follow(files, lambda policy: policy, cache=copy)
     node.look()
@@ -332,7 +322,7 @@ def started_from(copy: Path) -> Policy:
     return following.current
 
 
-def test_a_copy_that_was_left_behind_is_made_anew(files: ConfigStore, tmp_path: Path) -> None:
+def test_copy_that_was_left_behind_is_made_anew(files: ConfigStore, tmp_path: Path) -> None:
     copy = tmp_path / "copy.db"
     following = follow(files, cache=copy)
     behind = copy.read_bytes()
@@ -345,7 +335,7 @@ def test_a_copy_that_was_left_behind_is_made_anew(files: ConfigStore, tmp_path: 
     assert len(started_from(copy).overrides) == 3
 
 
-def test_a_copy_that_is_no_database_any_more_is_made_anew(
+def test_copy_that_is_no_database_any_more_is_made_anew(
     files: ConfigStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     copy = tmp_path / "copy.db"
@@ -357,7 +347,7 @@ def test_a_copy_that_is_no_database_any_more_is_made_anew(
     assert started_from(copy) == files.policy()
 
 
-def test_a_disk_that_takes_nothing_is_told_and_harms_nobody(
+def test_unwritable_cache_is_logged_and_ignored(
     files: ConfigStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     following = follow(files, quota, cache=tmp_path / "no" / "such" / "copy.db")
@@ -376,7 +366,7 @@ def test_no_thread_keeps_what_is_forgotten(store: ConfigStore) -> None:
     wait_until(lambda: not threads_of(store), "the thread to end")
 
 
-def test_who_is_closed_follows_no_more(store: ConfigStore) -> None:
+def test_closed_source_stops_watching(store: ConfigStore) -> None:
     following = follow(store, quota, every=1.0)
     following.close()
     wait_until(lambda: not threads_of(store), "the thread to end")
@@ -384,7 +374,7 @@ def test_who_is_closed_follows_no_more(store: ConfigStore) -> None:
     assert following.current == 10
 
 
-def test_a_forked_child_follows_by_itself(store: ConfigStore) -> None:
+def test_forked_child_follows_by_itself(store: ConfigStore) -> None:
     following = follow(store, quota, every=1.0)
     child = os.fork()
     if child == 0:
@@ -400,7 +390,7 @@ def test_a_forked_child_follows_by_itself(store: ConfigStore) -> None:
     following.close()
 
 
-def test_a_store_may_be_used_on_both_sides_of_a_fork(store: ConfigStore) -> None:
+def test_store_may_be_used_on_both_sides_of_a_fork(store: ConfigStore) -> None:
     child = os.fork()
     if child == 0:
         status = 1
@@ -416,7 +406,7 @@ def test_a_store_may_be_used_on_both_sides_of_a_fork(store: ConfigStore) -> None
     assert store.version == 11
 
 
-def test_a_feed_that_means_nothing_is_refused_where_it_is_written() -> None:
+def test_feed_that_means_nothing_is_refused_where_it_is_written() -> None:
     with pytest.raises(InvalidConfiguration):
         ConfigSource("policy.yaml")
 

@@ -120,7 +120,7 @@ def test_redis_says_to_the_microsecond_when_the_same_request_would_pass_again(
         assert client.ask(key, cost=0).remaining >= cost
 
 
-def test_the_limit_that_is_full_for_the_longest_says_when(client: Client, unique: str) -> None:
+def test_limit_that_is_full_for_the_longest_says_when(client: Client, unique: str) -> None:
     """On a cluster, each of them stands on a shard of its own."""
     quick, slow, wide = (
         limit_of("token_bucket", quota, seconds * SECOND, f"{unique}-{seconds}").by("ada")
@@ -150,7 +150,7 @@ def test_what_is_denied_on_one_shard_says_nothing_of_again(client: Client, uniqu
     assert client.ask(other, cost=0).remaining == 1
 
 
-def test_nobody_knows_when_a_lease_ends(client: Client, unique: str) -> None:
+def test_next_allowed_time_excludes_leases(client: Client, unique: str) -> None:
     inside = limit_of("concurrency", 1, 10 * SECOND, f"{unique}-inside").by("ada")
     key = limit_of("token_bucket", 1, 10 * SECOND, unique).by("ada")
     assert client.ask(inside, id="a").next_allowed_us == 0
@@ -163,7 +163,7 @@ def test_nobody_knows_when_a_lease_ends(client: Client, unique: str) -> None:
 
 
 @each_algorithm
-def test_a_client_at_a_hundred_times_its_limit_costs_the_store_what_it_is_let_through_for(
+def test_client_at_a_hundred_times_its_limit_costs_the_store_what_it_is_let_through_for(
     open_client: Callable[..., Client], redis7: Any, unique: str, algorithm: str
 ) -> None:
     """A thousand a second where ten are allowed, for four seconds on a clock of the test's own."""
@@ -265,7 +265,7 @@ def test_when_a_denial_ends_one_task_asks_for_all(redis7: Any, unique: str) -> N
     assert calls <= 3 * passed
 
 
-def test_a_task_that_is_cancelled_while_it_asks_for_all_takes_nobody_along(redis7: Any, unique: str) -> None:
+def test_cancelled_leader_does_not_fail_its_followers(redis7: Any, unique: str) -> None:
     limit = limit_of("gcra", 1, SECOND // 10, unique)
 
     async def knock() -> list[Any]:
@@ -300,9 +300,7 @@ def test_when_a_denial_ends_one_thread_asks_for_all(redis7: Any, unique: str) ->
     assert calls <= 3 * passed + 50, "all is forgotten once, when the news are first listened to"
 
 
-def test_while_the_store_is_stopped_who_waits_for_anothers_answer_fails_with_it(
-    server: RedisServer, unique: str
-) -> None:
+def test_followers_fail_with_their_leader_while_the_store_is_stopped(server: RedisServer, unique: str) -> None:
     """None of them waits for a second budget. What they were let in for was never sent, and is owed."""
     limit = limit_of("gcra", 1, SECOND // 20, unique)
 

@@ -70,7 +70,7 @@ def survive(primary: RedisServer, key: Key, patient: Limiter, quick: Looped, *, 
     assert 100 - failed <= admitted <= 100
 
 
-def test_a_cluster_whose_primary_dies_counts_on(unique: str) -> None:
+def test_cluster_whose_primary_dies_counts_on(unique: str) -> None:
     key = key_of(unique)
     with (
         RedisCluster() as cluster,
@@ -80,7 +80,7 @@ def test_a_cluster_whose_primary_dies_counts_on(unique: str) -> None:
         survive(cluster.primary_for(stored(key)), key, patient, quick, within=20)
 
 
-def test_a_primary_that_dies_under_sentinels_is_replaced(unique: str) -> None:
+def test_primary_that_dies_under_sentinels_is_replaced(unique: str) -> None:
     with (
         SentinelSet() as sentinels,
         Limiter(sentinels.urls, budget=0.5) as patient,
@@ -102,7 +102,7 @@ def take_over(replica: RedisServer) -> None:
     raise AssertionError("the replica was not let take over")
 
 
-def test_a_planned_switch_in_a_cluster_is_followed(
+def test_planned_switch_in_a_cluster_is_followed(
     open_gate: Callable[..., Gate], cluster: RedisCluster, unique: str
 ) -> None:
     gate, key = open_gate(cluster.url), key_of(unique)
@@ -119,7 +119,7 @@ def test_a_planned_switch_in_a_cluster_is_followed(
     assert [gate.check(key).remaining for _ in range(3)] == [98, 97, 96]
 
 
-def test_a_planned_switch_under_sentinels_is_followed(unique: str) -> None:
+def test_planned_switch_under_sentinels_is_followed(unique: str) -> None:
     key = key_of(unique)
     with SentinelSet() as sentinels, Threaded(sentinels.urls) as threaded, Looped(sentinels.urls) as looped:
         assert [threaded.check(key).remaining, looped.check(key).remaining] == [99, 98]
@@ -216,7 +216,7 @@ def neighbours(name: str, number: int) -> list[Key]:
     return [first, *(next(key for key in found if key_slot(stored(key).encode()) == slot) for _ in range(number - 1))]
 
 
-def test_a_slot_that_moves_is_followed_step_by_step(
+def test_slot_that_moves_is_followed_step_by_step(
     open_gate: Callable[..., Gate], cluster: RedisCluster, unique: str
 ) -> None:
     gate, (here, there, new) = open_gate(cluster.url), neighbours(unique, 3)
@@ -231,7 +231,7 @@ def test_a_slot_that_moves_is_followed_step_by_step(
         assert [gate.check(key).remaining for key in (here, there, new)] == [97, 97, 98]
 
 
-def test_a_reset_follows_a_slot_that_moves(open_gate: Callable[..., Gate], cluster: RedisCluster, unique: str) -> None:
+def test_reset_follows_a_slot_that_moves(open_gate: Callable[..., Gate], cluster: RedisCluster, unique: str) -> None:
     gate, (here, there, new) = open_gate(cluster.url), neighbours(unique, 3)
     with migration_of(cluster, stored(here)) as migration:
         for key in (here, there):
@@ -258,7 +258,7 @@ def test_neighbours_on_both_sides_of_a_move_are_answered_together(
     assert [gate.peek(here).remaining, gate.peek(there).remaining] == [100 - 2 - 12] * 2
 
 
-def test_a_refund_in_the_middle_of_a_move_is_made_or_refused_but_no_bug(
+def test_refund_in_the_middle_of_a_move_is_made_or_refused_but_no_bug(
     open_gate: Callable[..., Gate], cluster: RedisCluster, unique: str
 ) -> None:
     gate, (key,) = open_gate(cluster.url), neighbours(unique, 1)
@@ -309,7 +309,7 @@ def test_slots_that_move_under_load_lose_and_double_nothing(cluster: RedisCluste
         assert sum(answer.allowed for answer in answers) == 100 * len(keys)
 
 
-def test_a_move_to_a_server_that_stalls_is_not_asked_twice(
+def test_move_to_a_server_that_stalls_is_not_asked_twice(
     open_gate: Callable[..., Gate], cluster: RedisCluster, unique: str
 ) -> None:
     gate, (key,) = open_gate(cluster.url, budget=0.1), neighbours(unique, 1)

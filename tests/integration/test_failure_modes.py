@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left_open")
 # A server that is gone, and comes back
 
 
-def test_a_restarted_server_has_forgotten_all_and_is_used_again(
+def test_restarted_server_has_forgotten_all_and_is_used_again(
     open_gate: Callable[..., Gate], server: RedisServer, unique: str
 ) -> None:
     gate, key = open_gate(server.url), key_of(unique)
@@ -36,7 +36,7 @@ def test_a_restarted_server_has_forgotten_all_and_is_used_again(
         gate.idle(0.1)
 
 
-def test_an_idle_connection_that_was_closed_is_noticed_before_it_is_used(
+def test_idle_connection_that_was_closed_is_noticed_before_it_is_used(
     open_gate: Callable[..., Gate], server: RedisServer, unique: str
 ) -> None:
     gate, key = open_gate(server.url), key_of(unique)
@@ -47,7 +47,7 @@ def test_an_idle_connection_that_was_closed_is_noticed_before_it_is_used(
             gate.idle(0.1)
 
 
-def test_a_server_that_is_gone_is_an_error_at_once_and_none_when_it_is_back(
+def test_server_that_is_gone_is_an_error_at_once_and_none_when_it_is_back(
     open_gate: Callable[..., Gate], server: RedisServer, unique: str
 ) -> None:
     gate, key = open_gate(server.url), key_of(unique)
@@ -71,7 +71,7 @@ def test_a_server_that_is_gone_is_an_error_at_once_and_none_when_it_is_back(
 
 
 @pytest.mark.parametrize("url", ["redis://no-such-host.invalid", f"redis://{HOST}:1", "unix:///no/such/socket"])
-def test_a_server_that_was_never_there_is_an_error_too(open_gate: Callable[..., Gate], url: str) -> None:
+def test_server_that_was_never_there_is_an_error_too(open_gate: Callable[..., Gate], url: str) -> None:
     with pytest.raises(StoreUnavailable, match="cannot reach Redis"):
         open_gate(url).check(key_of("nowhere"))
 
@@ -107,7 +107,7 @@ def test_scripts_that_are_flushed_again_and_again_cost_nothing_but_time(
     [(("--maxmemory", "1", "--maxmemory-policy", "noeviction"), "OOM"), (("--replicaof", HOST, "1"), "READONLY")],
     ids=["no memory", "a replica"],
 )
-def test_a_server_that_refuses_is_unavailable_and_no_bug(
+def test_server_that_refuses_is_unavailable_and_no_bug(
     open_gate: Callable[..., Gate], unique: str, trouble: tuple[str, ...], said: str
 ) -> None:
     with RedisServer(extra=trouble) as refusing:
@@ -170,7 +170,7 @@ def is_told_why(mode: str, answer: Any) -> bool:
 @pytest.mark.parametrize(
     ("mode", "budget"), [("raise", 0.2), ("raise", 0.005), ("open", 0.005), ("closed", 0.005), ("local", 0.005)]
 )
-def test_a_stalled_server_is_waited_for_no_longer_than_the_budget(
+def test_stalled_server_is_waited_for_no_longer_than_the_budget(
     open_gate: Callable[..., Gate], server: RedisServer, unique: str, mode: str, budget: float
 ) -> None:
     gate, key = open_gate(server.url, on_failure=mode, budget=budget), key_of(unique)
@@ -186,7 +186,7 @@ def test_a_stalled_server_is_waited_for_no_longer_than_the_budget(
     wait_until(lambda: timed(lambda: getattr(gate.check(key), "degraded", "")).answer is None, "an exact answer again")
 
 
-def test_a_crowd_is_not_kept_waiting_one_after_the_other(
+def test_crowd_is_not_kept_waiting_one_after_the_other(
     open_gate: Callable[..., Gate], server: RedisServer, unique: str
 ) -> None:
     budget = 0.02
@@ -198,9 +198,7 @@ def test_a_crowd_is_not_kept_waiting_one_after_the_other(
     assert told.seconds < 4 * budget + 0.25 + 2 * SLACK
 
 
-def test_who_connects_to_a_server_that_never_says_a_word_is_told_soon(
-    open_gate: Callable[..., Gate], unique: str
-) -> None:
+def test_silent_server_is_an_error_within_the_budget(open_gate: Callable[..., Gate], unique: str) -> None:
     with socket.create_server((HOST, 0)) as silent:
         gate = open_gate(f"redis://{HOST}:{silent.getsockname()[1]}/0", budget=0.01)
         told = timed(lambda: gate.check(key_of(unique)))
@@ -251,7 +249,7 @@ def used(server: RedisServer, key: Key) -> int:
     ],
     ids=["never comes", "connection breaks", "is cut short", "is gibberish"],
 )
-def test_an_answer_that_gets_lost_is_an_error_and_not_a_second_request(
+def test_answer_that_gets_lost_is_an_error_and_not_a_second_request(
     open_gate: Callable[..., Gate],
     server: RedisServer,
     unique: str,
@@ -270,7 +268,7 @@ def test_an_answer_that_gets_lost_is_an_error_and_not_a_second_request(
         assert used(server, key) == 1
 
 
-def test_a_line_that_failed_is_not_trusted_again(
+def test_line_that_failed_is_not_trusted_again(
     open_gate: Callable[..., Gate], server: RedisServer, unique: str
 ) -> None:
     """An answer that comes late, or with others, must not answer the next question."""
@@ -310,9 +308,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("pause", [0, 0.1], ids=["at once", "a little later"])
-def test_who_is_interrupted_leaves_no_answer_behind_for_the_next(
-    server: RedisServer, unique: str, pause: float
-) -> None:
+def test_interrupted_request_leaves_no_reply_behind(server: RedisServer, unique: str, pause: float) -> None:
     wrong, right = key_of(unique, "wrong"), key_of(unique, "right")
     with Limiter(server.url, budget=5) as limiter:
         limiter.check(right, cost=40)
@@ -364,7 +360,7 @@ def begin(call: Callable[..., Any], *args: Any) -> Future[Any]:
     return future
 
 
-def test_who_is_interrupted_while_waiting_for_another_holds_nobody_up(server: RedisServer, unique: str) -> None:
+def test_interrupted_follower_delays_no_other(server: RedisServer, unique: str) -> None:
     key = key_of(unique)
     with Limiter(server.url, budget=5) as limiter:
         limiter.check(key)
@@ -378,7 +374,7 @@ def test_who_is_interrupted_while_waiting_for_another_holds_nobody_up(server: Re
 
 
 @pytest.mark.parametrize("connected", [True, False], ids=["while asking", "while connecting"])
-def test_closing_leaves_nobody_waiting(server: RedisServer, unique: str, connected: bool) -> None:
+def test_close_leaves_no_request_waiting(server: RedisServer, unique: str, connected: bool) -> None:
     key = key_of(unique)
 
     async def main() -> list[Any]:

@@ -22,6 +22,7 @@ from headgate.control.config.engine import SILENCE_TIMEOUT_S, open_engine, read_
 from headgate.control.config.watcher import ConfigSource
 from headgate.control.service import AdminService
 from headgate.gate.gate import Gate
+from headgate.testing import FakeRequest
 from support.postgres import PostgresServer
 from support.servers import wait_until
 
@@ -53,20 +54,7 @@ def url_of(store: ConfigStore) -> str:
     return store.engine.url.render_as_string(hide_password=False).replace("+psycopg", "")
 
 
-class Arrival:
-    method, path, mounted_path, peer, native = "GET", "/", None, "192.0.2.7", None
-
-    def header(self, _: str) -> list[str]:
-        return []
-
-
-class HealthCheck(Arrival):
-    path = "/headgate/health"
-
-
-def test_people_and_programs_are_told_within_seconds_and_nothing_was_done(
-    server: PostgresServer, store: ConfigStore
-) -> None:
+def test_hung_config_store_is_reported_within_seconds(server: PostgresServer, store: ConfigStore) -> None:
     counters = Limiter()
     service = AdminService(store, counters=counters, secret="sixteen bytes or more")
     tokens = Tokens(url_of(store))
@@ -123,7 +111,7 @@ def test_people_and_programs_are_told_within_seconds_and_nothing_was_done(
     counters.close()
 
 
-def test_a_gate_goes_on_and_says_how_old_its_policy_is(
+def test_gate_goes_on_and_says_how_old_its_policy_is(
     server: PostgresServer, store: ConfigStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     feed: Any = ConfigSource(url_of(store))
@@ -135,7 +123,7 @@ def test_a_gate_goes_on_and_says_how_old_its_policy_is(
     began = time.monotonic()
     while following.error is None and time.monotonic() < began + 4 * SOON:
         at = time.monotonic()
-        assert gate.admit(Arrival()).allowed
+        assert gate.admit(FakeRequest()).allowed
         waits.append(time.monotonic() - at)
         time.sleep(0.02)
     assert isinstance(following.error, ConfigUnavailable)
@@ -145,7 +133,7 @@ def test_a_gate_goes_on_and_says_how_old_its_policy_is(
     assert gate.policy_version == "1"
     assert f":{server.port}/postgres" in (gate.policy_error or "")
     assert f":{server.port}/postgres" in caplog.text
-    page = gate.admit(HealthCheck()).refusal
+    page = gate.admit(FakeRequest("/headgate/health")).refusal
     assert page is not None
     assert json.loads(page.body)["policy_error"] == "the config store is unavailable", "and not where it is"
     assert "version 1 stays in force, 0:00:" in caplog.text
@@ -171,7 +159,7 @@ def test_what_was_begun_when_the_server_hung_is_undone(server: PostgresServer, s
     assert store.assign(("tenant", "acme"), None, **BY) is not None, "nobody holds the lock of writers"
 
 
-def test_who_is_cut_off_keeps_no_writer_waiting_for_ever(store: ConfigStore) -> None:
+def test_transactions_have_timeouts_on_the_server(store: ConfigStore) -> None:
     names = ("statement_timeout", "idle_in_transaction_session_timeout")
 
     def shown(url: str) -> list[str | None]:
@@ -184,7 +172,7 @@ def test_who_is_cut_off_keeps_no_writer_waiting_for_ever(store: ConfigStore) -> 
     assert shown(f"{url_of(store)}{own}") == ["7s", "7s"], "what the URL says holds"
 
 
-def test_a_writer_waits_for_another_longer_than_for_a_silent_server(store: ConfigStore) -> None:
+def test_writer_waits_for_another_longer_than_for_a_silent_server(store: ConfigStore) -> None:
     """Silence has a reason then."""
     done: list[Any] = []
     with write_transaction(store.engine):
@@ -196,7 +184,7 @@ def test_a_writer_waits_for_another_longer_than_for_a_silent_server(store: Confi
     assert done[0].number == 2
 
 
-def test_a_writer_that_waits_in_vain_is_told(store: ConfigStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_lock_timeout_is_reported(store: ConfigStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "LOCK_TIMEOUT_S", 1.0)
     with (
         closing(ConfigStore(url_of(store))) as hasty,
@@ -237,7 +225,7 @@ def resolving() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name.startswith("headgate-resolve")]
 
 
-def test_a_resolver_that_hangs_keeps_nobody_waiting(store: ConfigStore, resolver: threading.Event) -> None:
+def test_hanging_resolver_delays_no_request(store: ConfigStore, resolver: threading.Event) -> None:
     url = named(url_of(store), "hung.invalid")
     began = time.monotonic()
     with pytest.raises(ConfigUnavailable, match="the name of the server was not resolved within 4 seconds"):
@@ -276,9 +264,7 @@ def test_a_resolver_that_hangs_keeps_nobody_waiting(store: ConfigStore, resolver
     wait_until(answers, "the server to be asked again", timeout=SOON)
 
 
-def test_a_name_that_hangs_or_is_unknown_leaves_the_other_servers(
-    store: ConfigStore, resolver: threading.Event
-) -> None:
+def test_name_that_hangs_or_is_unknown_leaves_the_other_servers(store: ConfigStore, resolver: threading.Event) -> None:
     for hosts in (("localhost",), ("127.0.0.1", "hung.invalid"), ("unknown.invalid", "localhost")):
         with closing(ConfigStore(named(url_of(store), *hosts))) as found:
             assert found.version == 1, hosts

@@ -23,7 +23,7 @@ ALGORITHMS = ("fixed_window", "gcra", "leaky_bucket", "sliding_log", "sliding_wi
 
 
 @pytest.mark.parametrize("algorithms", [*[(one,) for one in ALGORITHMS], ALGORITHMS], ids="-".join)
-def test_a_check_whose_answer_was_lost_is_charged_once_when_it_is_repeated(
+def test_check_whose_answer_was_lost_is_charged_once_when_it_is_repeated(
     open_gate: Callable[..., Gate], server: RedisServer, unique: str, algorithms: tuple[str, ...]
 ) -> None:
     limits = [Limit(10, timedelta(days=30), algorithm=each, name=f"{unique}-{each}") for each in algorithms]
@@ -42,7 +42,7 @@ def test_a_check_whose_answer_was_lost_is_charged_once_when_it_is_repeated(
     assert gate.peek(*keys).remaining == 7
 
 
-def test_a_check_that_a_stalled_server_carries_out_later_is_charged_once_when_it_is_repeated(
+def test_check_that_a_stalled_server_carries_out_later_is_charged_once_when_it_is_repeated(
     open_gate: Callable[..., Gate], server: RedisServer, unique: str
 ) -> None:
     gate, key = open_gate(server.url, budget=0.2), key_of(unique)
@@ -60,7 +60,7 @@ def test_a_check_that_a_stalled_server_carries_out_later_is_charged_once_when_it
 
 @pytest.mark.parametrize("mode", ["open", "local"])
 @pytest.mark.parametrize("is_sent", [False, True], ids=["never sent", "outcome unknown"])
-def test_an_id_that_was_admitted_in_an_outage_is_charged_once_during_it_and_after_it(
+def test_id_that_was_admitted_in_an_outage_is_charged_once_during_it_and_after_it(
     open_gate: Callable[..., Gate], server: RedisServer, unique: str, mode: str, is_sent: bool
 ) -> None:
     gate = open_gate(server.url, on_failure=mode, share=1.0, budget=0.2)
@@ -89,7 +89,7 @@ def test_an_id_that_was_admitted_in_an_outage_is_charged_once_during_it_and_afte
     assert gate.check(key, cost=1, id="req-2").remaining == 69
 
 
-def test_an_id_is_answered_by_the_store_where_its_denial_is_remembered(server: RedisServer, unique: str) -> None:
+def test_id_is_answered_by_the_store_where_its_denial_is_remembered(server: RedisServer, unique: str) -> None:
     key = key_of(unique, quota=1)
     with Limiter(server.url) as limiter:
         first = limiter.check(key, id="req-1")
@@ -99,7 +99,7 @@ def test_an_id_is_answered_by_the_store_where_its_denial_is_remembered(server: R
         assert not limiter.check(key, id="req-2")
 
 
-def test_an_id_is_answered_by_the_store_where_tokens_are_prepaid(server: RedisServer, unique: str) -> None:
+def test_id_is_answered_by_the_store_where_tokens_are_prepaid(server: RedisServer, unique: str) -> None:
     key = Limit(1_000_000, timedelta(days=1), name=unique).by("ada")
     with Limiter(server.url) as limiter:
         first = limiter.check(key, id="req-1")
@@ -111,7 +111,7 @@ def test_an_id_is_answered_by_the_store_where_tokens_are_prepaid(server: RedisSe
         assert limiter.check(key, id="req-2") == second
 
 
-def test_an_id_that_many_send_at_once_is_charged_once(remote_url: str, unique: str) -> None:
+def test_id_that_many_send_at_once_is_charged_once(remote_url: str, unique: str) -> None:
     keys = [Limit(100, LONG, algorithm=each, name=f"{unique}-{each}").by("ada") for each in ALGORITHMS]
     with Limiter(remote_url) as one, Limiter(remote_url) as other, ThreadPoolExecutor(16) as pool:
         answers: list[Any] = list(pool.map(lambda number: (one, other)[number % 2].check(*keys, id="req-1"), range(64)))

@@ -23,6 +23,7 @@ from support.servers import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
     from support.servers import RedisServer
 
@@ -60,7 +61,7 @@ def _calm(before: Any) -> None:
 
 @pytest.mark.parametrize("every", [0.001, 0.0002], ids=["1 ms", "0.2 ms"])
 @pytest.mark.parametrize("mode", ["raise", "open", "closed", "local"])
-def test_a_storm_of_interrupts_holds_nobody_up_and_breaks_nothing(
+def test_frequent_interrupts_delay_no_request_and_corrupt_nothing(
     server: RedisServer, unique: str, mode: str, every: float
 ) -> None:
     """Each interrupt cuts off what the one before has begun to clean up."""
@@ -84,7 +85,7 @@ def test_a_storm_of_interrupts_holds_nobody_up_and_breaks_nothing(
     assert told["threads"] < 12
 
 
-def test_a_leader_that_vanishes_without_cleaning_up_is_replaced(
+def test_leader_that_vanishes_without_cleaning_up_is_replaced(
     server: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = key_of(unique)
@@ -119,7 +120,7 @@ def test_a_leader_that_vanishes_without_cleaning_up_is_replaced(
         assert limiter.peek(key).remaining == 97
 
 
-def test_an_event_that_a_waiter_was_cut_off_from_wakes_the_others() -> None:
+def test_event_that_a_waiter_was_cut_off_from_wakes_the_others() -> None:
     event = InterruptSafeEvent()
     with pytest.raises(Interrupted), storm(0.02):
         event.wait(5)
@@ -200,8 +201,66 @@ sys.exitfunc = late
 """
 
 
-def test_a_check_in_a_finalizer_does_not_wait_for_threads_that_have_ended(server: RedisServer, unique: str) -> None:
+def test_check_in_a_finalizer_does_not_wait_for_threads_that_have_ended(server: RedisServer, unique: str) -> None:
     for number in range(5):
         command = [sys.executable, "-c", FINALIZER, server.url, f"{unique}-{number}"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
         assert ended.returncode == 0, ended.stderr
+
+
+@contextmanager
+def interrupted_at(step: int, interrupts: list[int]) -> Iterator[None]:
+    """Raise at the given moment of those at which Python looks for signals while the store's own code runs."""
+    left = step
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        if event in ("call", "c_return") and frame.f_code.co_filename.endswith("redis/sync_store.py"):
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                interrupts.append(step)
+                raise Interrupted
+
+    sys.setprofile(look)
+    try:
+        yield
+    except Interrupted:
+        pass
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.usefixtures("nothing_is_left_open")
+def test_interrupt_at_any_step_leaves_no_request_waiting(server: RedisServer, unique: str) -> None:
+    key = key_of(unique, quota=10**9)
+    with Limiter(server.url, lease=0, remember=0) as limiter:
+        limiter.check(key)
+        counts, stopped = [0, 0], threading.Event()
+        interrupts: list[int] = []
+
+        def keep_asking(index: int) -> None:
+            while not stopped.is_set():
+                timed(lambda: limiter.check(key))
+                counts[index] += 1
+
+        threads = [threading.Thread(target=keep_asking, args=(index,), daemon=True) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            for step in range(1, 60):
+                for _ in range(3):
+                    with interrupted_at(step, interrupts):
+                        limiter.check(key, cost=1 + step % 2)
+                before = list(counts)
+                wait_until(
+                    lambda before=before: all(now > then for now, then in zip(counts, before, strict=True)),  # type: ignore[misc]
+                    f"the others, after an interrupt at step {step}",
+                    timeout=5,
+                )
+        finally:
+            stopped.set()
+        assert len(interrupts) > 20
+        for thread in threads:
+            thread.join(5)
+            assert not thread.is_alive()

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from headgate.gate.gate import Gate
+from headgate.testing import FakeRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,13 +15,6 @@ if TYPE_CHECKING:
 OVERRIDES = 30_000
 LONGEST_HOLD_S = 0.1
 """Before documents and old policies were released in slices, 30,000 overrides held up requests for 0.3 s."""
-
-
-class Request:
-    method, path, mounted_path, peer, native = "GET", "/", None, "203.0.113.9", None
-
-    def header(self, name: str) -> list[str]:
-        return []
 
 
 def large_policy(bucket: str) -> str:
@@ -46,7 +40,7 @@ def test_requests_are_not_held_up_by_the_reload_of_a_large_file(tmp_path: Path) 
     longest, before, cpu_before = 0.0, time.perf_counter(), time.process_time()
     while thread.is_alive():
         time.sleep(0.002)
-        gate.admit(Request())
+        gate.admit(FakeRequest())
         now, cpu = time.perf_counter(), time.process_time()
         longest, before, cpu_before = max(longest, min(now - before, cpu - cpu_before)), now, cpu
     assert looked == [True, True]

@@ -19,7 +19,7 @@ from headgate.gate.gate import AsyncGate, Gate
 from headgate.local.ledger import OutageDebt, OutageLedger, Settlement, settle
 from headgate.policy.loader import read
 from headgate.stores.operations import Check
-from headgate.testing import FakeClock
+from headgate.testing import FakeClock, FakeRequest
 from support.faults import LONG, Proxy, paused
 from support.servers import wait_until
 
@@ -101,7 +101,7 @@ def node(server: RedisServer) -> Iterator[Node]:
 
 
 @every_algorithm
-def test_the_count_after_an_outage_is_what_passed_capped_by_the_limit(
+def test_count_after_an_outage_is_what_passed_capped_by_the_limit(
     node: Node, server: RedisServer, unique: str, algorithm: str
 ) -> None:
     limit = Limit(20, LONG, algorithm=algorithm, name=unique)
@@ -142,7 +142,7 @@ def test_what_was_counted_before_the_outage_and_by_others_since_counts_on(server
 
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "sliding_log"])
-def test_a_charge_whose_answer_is_lost_is_not_made_twice(server: RedisServer, unique: str, algorithm: str) -> None:
+def test_charge_whose_answer_is_lost_is_not_made_twice(server: RedisServer, unique: str, algorithm: str) -> None:
     key = Limit(20, LONG, algorithm=algorithm, name=unique).by("ada")
     with Limiter(server.url) as witness, Proxy(server, unique.encode(), "drop") as proxy:
         witness.check(Limit(20, LONG, algorithm=algorithm, name="other").by("ada"))  # so that the script is there
@@ -204,19 +204,6 @@ def test_what_is_owed_is_charged_alike_on_every_store(remote_url: str, unique: s
     assert (of_ada, of_bob, free) == ((25, 35, 16) if decays else (40, 50, 1))
 
 
-class Visit(NamedTuple):
-    """A request, as gates are handed them."""
-
-    peer: str
-    method: str = "GET"
-    path: str = "/"
-    native: object = None
-    mounted_path: str | None = None
-
-    def header(self, name: str) -> list[str]:
-        return []
-
-
 SETTLED_LATER = """
 limits:
   - {name: failures-UNIQUE, by: ip, bucket: "100/30 days, fixed_window", count_when: status >= 500}
@@ -225,7 +212,7 @@ limits:
 
 
 @pytest.mark.parametrize("kind", [Gate, AsyncGate])
-def test_the_cost_of_requests_that_end_in_an_outage_is_settled_after_it(
+def test_cost_of_requests_that_end_in_an_outage_is_settled_after_it(
     redis7: RedisServer, unique: str, kind: Any
 ) -> None:
     with closing(asyncio.new_event_loop()) as loop:
@@ -237,11 +224,11 @@ def test_the_cost_of_requests_that_end_in_an_outage_is_settled_after_it(
             return kind(read(SETTLED_LATER.replace("UNIQUE", unique)), redis7.url, budget=0.2)
 
         gate = loop.run_until_complete(made())
-        inside = [done(gate.admit(Visit("203.0.113.9"))) for _ in range(6)]
+        inside = [done(gate.admit(FakeRequest(peer="203.0.113.9"))) for _ in range(6)]
         assert [admission.decision.degraded for admission in inside] == [None] * 6
         with paused(redis7):
             while not gate._limiter.engine.store.breakers.open_breakers():
-                done(gate.admit(Visit("203.0.113.10")))
+                done(gate.admit(FakeRequest(peer="203.0.113.10")))
             for number, admission in enumerate(inside):
                 admission.commit(1 if number else 9)
                 done(gate.finish(admission, 200))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 DAY = timedelta(days=1)
 
 
-def test_the_parts_together_allow_the_whole_and_no_more(
+def test_parts_together_allow_the_whole_and_no_more(
     open_gate: Callable[..., Gate], server: RedisServer, unique: str
 ) -> None:
     gate = open_gate(server.url)

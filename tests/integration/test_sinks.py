@@ -24,8 +24,8 @@ from headgate.telemetry import DecisionLog, DecisionRecord, open_sink
 from headgate.telemetry.decision_log.record import lost_record
 from headgate.telemetry.decision_log.sinks import kafka, open_reader, sqlite
 from headgate.telemetry.decision_log.sinks.clickhouse import statements
-from headgate.telemetry.decision_log.sinks.jsonl import JsonLinesSink
 from headgate.telemetry.decision_log.sinks.sqlite import SqliteSink
+from headgate.telemetry.decision_log.sinks.text import JsonLinesSink
 from headgate.telemetry.human_time import span
 from headgate.telemetry.pseudonyms import Pseudonymizer
 from headgate.telemetry.why.report import ClientQuery, why
@@ -84,7 +84,7 @@ def test_sqlite_forgets_what_is_too_old(tmp_path: Path, records: list[DecisionRe
     sink.close()
 
 
-def test_a_record_of_tomorrow_does_not_make_sqlite_forget(tmp_path: Path, records: list[DecisionRecord]) -> None:
+def test_record_of_tomorrow_does_not_make_sqlite_forget(tmp_path: Path, records: list[DecisionRecord]) -> None:
     now_us = time.time_ns() // 1000
     sink = SqliteSink(tmp_path / "decisions.db", days=2)
     sink.write(at(records, now_us - START_US - DAY_US))
@@ -114,7 +114,7 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize("journals", [True, False])
-def test_a_deleted_sqlite_file_is_created_again_with_all_that_follows(
+def test_deleted_sqlite_file_is_created_again_with_all_that_follows(
     tmp_path: Path, records: list[DecisionRecord], journals: bool
 ) -> None:
     file = tmp_path / "decisions.db"
@@ -129,7 +129,7 @@ def test_a_deleted_sqlite_file_is_created_again_with_all_that_follows(
     assert stored(file) == sorted(later, key=lambda each: each.id)
 
 
-def test_a_sqlite_file_that_is_moved_away_is_complete_and_another_begins(
+def test_sqlite_file_that_is_moved_away_is_complete_and_another_begins(
     tmp_path: Path, records: list[DecisionRecord]
 ) -> None:
     file = tmp_path / "decisions.db"
@@ -161,7 +161,7 @@ def test_writers_that_notice_a_deletion_one_after_another_share_the_new_file(
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_a_batch_that_went_into_a_deleted_file_is_not_reported_as_written(
+def test_batch_that_went_into_a_deleted_file_is_not_reported_as_written(
     tmp_path: Path, records: list[DecisionRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "decisions.db"
@@ -202,9 +202,7 @@ def test_no_record_is_lost_when_the_log_is_deleted_under_a_running_gate(tmp_path
     assert len(stored(file)) == 300
 
 
-def test_the_files_of_the_log_are_private_and_an_existing_mode_stays(
-    tmp_path: Path, records: list[DecisionRecord]
-) -> None:
+def test_files_of_the_log_are_private_and_an_existing_mode_stays(tmp_path: Path, records: list[DecisionRecord]) -> None:
     sink = SqliteSink(tmp_path / "decisions.db")
     sink.write(records)
     assert {each.name: mode(each) for each in tmp_path.iterdir()} == {
@@ -241,7 +239,7 @@ def test_sinks_that_open_a_new_file_at_the_same_moment_all_get_it(
         assert not failed
 
 
-def test_a_batch_is_written_whole_or_not_at_all(tmp_path: Path, records: list[DecisionRecord]) -> None:
+def test_batch_is_written_whole_or_not_at_all(tmp_path: Path, records: list[DecisionRecord]) -> None:
     sink = SqliteSink(tmp_path / "decisions.db")
     broken = records[5]._replace(node=None)  # type: ignore[arg-type] # what the table refuses
     with pytest.raises(sqlite3.Error):
@@ -251,7 +249,7 @@ def test_a_batch_is_written_whole_or_not_at_all(tmp_path: Path, records: list[De
     assert len(stored(tmp_path / "decisions.db")) == 3
 
 
-def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path, records: list[DecisionRecord]) -> None:
+def test_file_of_another_program_is_left_alone(tmp_path: Path, records: list[DecisionRecord]) -> None:
     with closing(sqlite3.connect(tmp_path / "other.db")) as connection:
         connection.execute("PRAGMA user_version = 7")
     with pytest.raises(InvalidConfiguration, match="is not a decision log of this version"):
@@ -318,7 +316,7 @@ def test_several_processes_write_into_one_file_of_lines_while_it_is_rotated(tmp_
     assert len([*tmp_path.iterdir()]) > 2
 
 
-def test_a_file_that_was_moved_away_while_it_was_waited_for_is_left_alone(
+def test_file_that_was_moved_away_while_it_was_waited_for_is_left_alone(
     tmp_path: Path, records: list[DecisionRecord]
 ) -> None:
     sink = JsonLinesSink(tmp_path / "d.jsonl")
@@ -345,7 +343,7 @@ def test_half_a_line_is_taken_back(
             raise OSError(28, "No space left on device")
         return write(file, data[: left.pop()])
 
-    monkeypatch.setattr("headgate.telemetry.decision_log.sinks.jsonl.os.write", full)
+    monkeypatch.setattr("headgate.telemetry.decision_log.sinks.text.os.write", full)
     with pytest.raises(OSError, match="No space"):
         sink.write(records[2:])
     monkeypatch.undo()
@@ -391,7 +389,7 @@ def test_kafka_without_brokers_is_a_failure_and_nothing_is_lost(
     assert len(consume(brokers, "later", len(records))) == len(records)
 
 
-def test_a_record_that_kafka_refuses_is_a_failure(brokers: str, records: list[DecisionRecord]) -> None:
+def test_record_that_kafka_refuses_is_a_failure(brokers: str, records: list[DecisionRecord]) -> None:
     sink = open_sink(f"kafka://{brokers}/small?message.max.bytes=2000")
     sink.write(records)
     with pytest.raises(ConnectionError, match=r"Kafka did not accept 1 of 60 records: .*size too large"):
@@ -518,7 +516,7 @@ def test_another_table_has_its_own_statements() -> None:
     assert "decisions" not in text
 
 
-def test_a_server_that_is_not_there_is_a_failure(records: list[DecisionRecord]) -> None:
+def test_server_that_is_not_there_is_a_failure(records: list[DecisionRecord]) -> None:
     sink = open_sink("clickhouse://ada:hidden-password@127.0.0.1:1/shop?connect_timeout=1")
     with pytest.raises(Exception, match=r"127\.0\.0\.1") as failure:
         sink.write(records)
@@ -546,13 +544,13 @@ def test_a_server_that_is_not_there_is_a_failure(records: list[DecisionRecord]) 
         ("decisions.db", "known are sqlite, jsonl, logging, kafka, clickhouse"),
     ],
 )
-def test_a_url_that_means_nothing_says_what_would(url: str, message: str) -> None:
+def test_url_that_means_nothing_says_what_would(url: str, message: str) -> None:
     with pytest.raises(InvalidConfiguration) as refusal:
         open_sink(url)
     assert message in str(refusal.value)
 
 
-def test_a_url_is_shown_without_its_secrets() -> None:
+def test_url_is_shown_without_its_secrets() -> None:
     with pytest.raises(InvalidConfiguration) as refusal:
         open_sink("kafka://ada:hidden@host:9092?sasl.password=hidden")
     assert "hidden" not in str(refusal.value)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import resource
-import socket
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from headgate import Decision, Limit, StoreError, StoreUnavailable
-from support.faults import SLACK, Gate, key_of, timed
-from support.servers import HOST, RedisServer, wait_until
+from support.faults import SLACK, Gate, Proxy, RelayProxy, SocketServer, key_of, timed
+from support.servers import RedisServer, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import socket
+    from collections.abc import Callable, Iterable, Iterator
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_open")
 
@@ -32,16 +33,12 @@ STRAYS = [
 QUOTAS = [40, 50, 60, 70]
 
 
-class InjectingProxy:
-    """Passes everything between a limiter and a server, and bytes of its own to the limiter when it is told to."""
+class InjectingProxy(RelayProxy):
+    """Passes everything between a limiter and a server, and injects bytes of its own into the replies."""
 
     def __init__(self, server: RedisServer) -> None:
-        self._port = server.port
-        self._listening = socket.create_server((HOST, 0))
-        self.url = f"redis://{HOST}:{self._listening.getsockname()[1]}/0"
-        self._sockets: list[socket.socket] = []
+        super().__init__(server, b"EVALSHA")
         self._callers: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self.before: bytes = b""
         self.after: bytes = b""
         """Sent once, in one piece with the next reply to a script."""
@@ -52,50 +49,15 @@ class InjectingProxy:
             with suppress(OSError):
                 caller.sendall(stray)
 
-    def __enter__(self) -> Self:
-        self._threads[0].start()
-        return self
+    def _serve(self, caller: socket.socket) -> Iterable[Callable[[], None]]:
+        work = super()._serve(caller)
+        self._callers.append(caller)
+        return work
 
-    def __exit__(self, *_: object) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        for each in self._sockets:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for each in self._sockets:
-            each.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                caller, _ = self._listening.accept()
-                caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                server = socket.create_connection((HOST, self._port))
-                self._sockets += [caller, server]
-                self._callers.append(caller)
-                asked = threading.Event()
-                for work in (self._pass_requests, self._pass_replies):
-                    thread = threading.Thread(target=work, args=(caller, server, asked), daemon=True)
-                    self._threads.append(thread)
-                    thread.start()
-
-    def _pass_requests(self, caller: socket.socket, server: socket.socket, asked: threading.Event) -> None:
-        with suppress(OSError):
-            while data := caller.recv(65536):
-                if b"EVALSHA" in data:
-                    asked.set()
-                server.sendall(data)
-            server.shutdown(socket.SHUT_RDWR)
-
-    def _pass_replies(self, caller: socket.socket, server: socket.socket, asked: threading.Event) -> None:
-        with suppress(OSError):
-            while data := server.recv(65536):
-                if asked.is_set():
-                    data, self.before, self.after = self.before + data + self.after, b"", b""
-                caller.sendall(data)
-            caller.shutdown(socket.SHUT_RDWR)
+    def _reply(self, caller: socket.socket, data: bytes, was_sent: bool) -> None:
+        if was_sent:
+            data, self.before, self.after = self.before + data + self.after, b"", b""
+        caller.sendall(data)
 
 
 @pytest.fixture
@@ -140,7 +102,7 @@ class Clients:
 
 @pytest.mark.parametrize("stray", STRAYS, ids=repr)
 @pytest.mark.parametrize("when", ["between", "before", "after", "at any moment"])
-def test_a_stray_reply_never_answers_another_request(
+def test_stray_reply_never_answers_another_request(
     open_gate: Callable[..., Gate], proxy: InjectingProxy, unique: str, stray: bytes, when: str
 ) -> None:
     gate = open_gate(proxy.url, lease=0, remember=0)
@@ -207,47 +169,22 @@ def test_many_stray_replies_under_load_never_answer_another_request(
         assert key.limit.capacity - 50_000 < answer.remaining < key.limit.capacity
 
 
-class Impostor:
+class Impostor(SocketServer):
     """A server that gives the same reply to everything but the handshake."""
 
     def __init__(self, reply: bytes) -> None:
+        super().__init__()
         self._reply = reply
-        self._listening = socket.create_server((HOST, 0))
-        self.url = f"redis://{HOST}:{self._listening.getsockname()[1]}/0"
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._sockets: list[socket.socket] = []
 
-    def __enter__(self) -> Self:
-        self._threads[0].start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        for each in self._sockets:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for each in self._sockets:
-            each.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                caller, _ = self._listening.accept()
-                self._sockets.append(caller)
-                thread = threading.Thread(target=self._answer, args=(caller,), daemon=True)
-                self._threads.append(thread)
-                thread.start()
+    def _serve(self, caller: socket.socket) -> Iterable[Callable[[], None]]:
+        return (partial(self._answer, caller),)
 
     def _answer(self, caller: socket.socket) -> None:
-        with suppress(OSError):
-            while data := caller.recv(65536):
-                if b"EVAL" in data or b"CLUSTER" in data or b"SENTINEL" in data:
-                    caller.sendall(self._reply)
-                else:
-                    caller.sendall(b"+OK\r\n" * data.count(b"CLIENT") or b"+OK\r\n")
+        while data := caller.recv(65536):
+            if b"EVAL" in data or b"CLUSTER" in data or b"SENTINEL" in data:
+                caller.sendall(self._reply)
+            else:
+                caller.sendall(b"+OK\r\n" * data.count(b"CLIENT") or b"+OK\r\n")
 
 
 @pytest.mark.parametrize(
@@ -273,7 +210,7 @@ class Impostor:
     ],
     ids=repr,
 )
-def test_a_reply_of_the_wrong_shape_allows_nothing(open_gate: Callable[..., Gate], reply: bytes, unique: str) -> None:
+def test_reply_of_the_wrong_shape_allows_nothing(open_gate: Callable[..., Gate], reply: bytes, unique: str) -> None:
     with Impostor(reply) as impostor:
         gate = open_gate(impostor.url, on_failure="closed", budget=0.5)
         for _ in range(10):
@@ -286,7 +223,7 @@ def test_a_reply_of_the_wrong_shape_allows_nothing(open_gate: Callable[..., Gate
 @pytest.mark.parametrize(
     "reply", [b"+OK\r\n", b"*1\r\n*1\r\n:1\r\n", b"*2\r\n:1\r\n:2\r\n", b"$3\r\nabc\r\n", b"*150000000\r\n"], ids=repr
 )
-def test_a_server_that_does_not_know_its_topology_is_an_error(
+def test_server_that_does_not_know_its_topology_is_an_error(
     open_gate: Callable[..., Gate], scheme: str, reply: bytes, unique: str
 ) -> None:
     with Impostor(reply) as impostor:
@@ -301,7 +238,7 @@ def test_a_server_that_does_not_know_its_topology_is_an_error(
     [b"*150000000\r\n", b"*2000000000\r\n", b"*2\r\n:1\r\n*150000000\r\n", b"$200000000\r\n" + b"a" * 1000],
     ids=lambda reply: reply[:24],
 )
-def test_a_reply_that_announces_gigabytes_costs_neither_time_nor_memory(
+def test_reply_that_announces_gigabytes_costs_neither_time_nor_memory(
     open_gate: Callable[..., Gate], reply: bytes, unique: str
 ) -> None:
     with Impostor(reply) as impostor:
@@ -314,7 +251,7 @@ def test_a_reply_that_announces_gigabytes_costs_neither_time_nor_memory(
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
 
 
-def test_a_connection_that_was_out_of_step_counts_as_a_failure_of_its_server(
+def test_connection_that_was_out_of_step_counts_as_a_failure_of_its_server(
     open_gate: Callable[..., Gate], unique: str
 ) -> None:
     with Impostor(b"+OK\r\n") as impostor:
@@ -326,3 +263,15 @@ def test_a_connection_that_was_out_of_step_counts_as_a_failure_of_its_server(
             return not gate.health().shards[0].ready
 
         wait_until(is_open, "the breaker to open", timeout=10)
+
+
+@pytest.mark.parametrize("reply", [b"*1\r\n:5\r\n", b"*5\r\n:1\r\n+a\r\n+b\r\n:1\r\n:1\r\n", b":7\r\n"])
+def test_malformed_check_reply_is_a_store_failure(
+    server: RedisServer, open_gate: Callable[..., Gate], reply: bytes
+) -> None:
+    with Proxy(server, b"EVALSHA", reply) as proxy:
+        gate = open_gate(proxy.url)
+        answer, seconds = timed(lambda: gate.check(key_of("strange")))
+        assert type(answer) is StoreUnavailable
+        assert answer.may_have_happened
+        assert seconds < 1.0

@@ -9,13 +9,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from headgate import AsyncLimiter, Key, Limit, Limiter, StoreError
 from support.servers import HOST, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from headgate.health import Health
     from support.servers import RedisServer
@@ -121,19 +122,30 @@ def reach(gate: Limiter | Looped, key: Key) -> None:
     wait_until(lambda: timed(lambda: gate.peek(key).degraded).answer is None, "an exact answer", timeout=10)
 
 
-class Proxy:
-    """Stands between a limiter and a server, and passes all on until a request contains a certain word.
+def open_breaker(gate: Limiter | Looped, key: Key) -> None:
+    """Send checks to a server that is down until its breaker opens."""
 
-    From then on it does to that connection what it was made for: "swallow" passes requests on and keeps the answers,
-    "drop" passes the request on and hangs up, and anything else is said to the limiter in place of an answer.
-    """
+    def is_open() -> bool:
+        timed(lambda: gate.check(key))
+        if isinstance(gate, Looped):
+            gate.idle(0.002)
+        return not all(shard.ready for shard in gate.health().shards)
 
-    def __init__(self, server: RedisServer, word: bytes, then: bytes | str) -> None:
-        self._port, self._word, self._then = server.port, word, then
+    wait_until(is_open, "the breaker to open")
+
+
+class SocketServer:
+    """Listens on a port, and serves each connection with the threads that `_serve` names."""
+
+    def __init__(self) -> None:
         self._listening = socket.create_server((HOST, 0))
         self.url = f"redis://{HOST}:{self._listening.getsockname()[1]}/0"
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
+
+    def _serve(self, caller: socket.socket) -> Iterable[Callable[[], None]]:
+        """The work of each thread of a connection."""
+        raise NotImplementedError
 
     def __enter__(self) -> Self:
         self._threads[0].start()
@@ -154,28 +166,65 @@ class Proxy:
         with suppress(OSError):
             while True:
                 caller, _ = self._listening.accept()
-                server = socket.create_connection((HOST, self._port))
-                self._sockets += [caller, server]
-                met = threading.Event()
-                for work in (self._pass_requests, self._pass_answers):
-                    thread = threading.Thread(target=work, args=(caller, server, met), daemon=True)
+                self._sockets.append(caller)
+                for work in self._serve(caller):
+                    thread = threading.Thread(target=self._run, args=(work,), daemon=True)
                     self._threads.append(thread)
                     thread.start()
 
-    def _pass_requests(self, caller: socket.socket, server: socket.socket, met: threading.Event) -> None:
+    @staticmethod
+    def _run(work: Callable[[], None]) -> None:
         with suppress(OSError):
-            while data := caller.recv(65536):
-                if self._word in data:
-                    met.set()
-                server.sendall(data)
-            server.shutdown(socket.SHUT_RDWR)
+            work()
 
-    def _pass_answers(self, caller: socket.socket, server: socket.socket, met: threading.Event) -> None:
-        with suppress(OSError):
-            while data := server.recv(65536):
-                if not met.is_set():
-                    caller.sendall(data)
-                elif self._then == "drop":
-                    caller.shutdown(socket.SHUT_RDWR)
-                elif isinstance(self._then, bytes):
-                    caller.sendall(self._then)
+
+class RelayProxy(SocketServer):
+    """Passes everything between a limiter and a server; `_reply` may change what goes back after a certain word."""
+
+    def __init__(self, server: RedisServer, word: bytes) -> None:
+        super().__init__()
+        self._port, self._word = server.port, word
+
+    def _serve(self, caller: socket.socket) -> Iterable[Callable[[], None]]:
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        server = socket.create_connection((HOST, self._port))
+        self._sockets.append(server)
+        was_sent = threading.Event()
+        return partial(self._pass_requests, caller, server, was_sent), partial(
+            self._pass_replies, caller, server, was_sent
+        )
+
+    def _pass_requests(self, caller: socket.socket, server: socket.socket, was_sent: threading.Event) -> None:
+        while data := caller.recv(65536):
+            if self._word in data:
+                was_sent.set()
+            server.sendall(data)
+        server.shutdown(socket.SHUT_RDWR)
+
+    def _pass_replies(self, caller: socket.socket, server: socket.socket, was_sent: threading.Event) -> None:
+        while data := server.recv(65536):
+            self._reply(caller, data, was_sent.is_set())
+        caller.shutdown(socket.SHUT_RDWR)
+
+    def _reply(self, caller: socket.socket, data: bytes, was_sent: bool) -> None:
+        caller.sendall(data)
+
+
+class Proxy(RelayProxy):
+    """A proxy that fails as soon as a request contains a certain word.
+
+    From then on, "swallow" passes requests on and drops the replies, "drop" passes the request on and closes the
+    connection, and bytes replace each reply.
+    """
+
+    def __init__(self, server: RedisServer, word: bytes, then: bytes | str) -> None:
+        super().__init__(server, word)
+        self._then = then
+
+    def _reply(self, caller: socket.socket, data: bytes, was_sent: bool) -> None:
+        if not was_sent:
+            caller.sendall(data)
+        elif self._then == "drop":
+            caller.shutdown(socket.SHUT_RDWR)
+        elif isinstance(self._then, bytes):
+            caller.sendall(self._then)

@@ -36,7 +36,7 @@ LUA: Final = sorted(PACKAGE.rglob("*.lua"))
 C: Final = [*sorted((PACKAGE / "algorithms").glob("[!_]*.h")), PACKAGE / "algorithms" / "_exact.h"]
 
 NARROW: Final = ["tests/algorithms/test_differential.py", "tests/stores/redis/test_ttl.py"]
-WIDE: Final = ["tests/algorithms/test_pitfalls.py", "tests/algorithms/test_properties.py", "-k", "memory or redis"]
+WIDE: Final = ["tests/algorithms", "-k", "(memory or redis) and not differential and not lua and not model"]
 AT_ONCE: Final = 2
 PATIENCE: Final = 60
 """Seconds for one test; what hangs counts as noticed."""

@@ -270,6 +270,21 @@ class RedisCluster(_Group):
             wait_until(lambda: all(map(_sees_whole_cluster, clients)), "six nodes to see the cluster whole")
 
 
+class ShardSet(_Group):
+    """Three servers that know nothing of each other, as the shards a, b and c of one store."""
+
+    def __init__(self, kind: Kind = "redis") -> None:
+        self.shards = {name: RedisServer(kind) for name in ("a", "b", "c")}
+        self.servers = list(self.shards.values())
+
+    @property
+    def url(self) -> str:
+        return "sharded://" + ",".join(f"{name}={server.url}" for name, server in self.shards.items())
+
+    def _start(self) -> None:
+        _start_together(self.servers)
+
+
 class SentinelSet(_Group):
     """A primary and two replicas, watched by three sentinels who know them and each other."""
 

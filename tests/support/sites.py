@@ -6,21 +6,25 @@ Requests are made by hand, below every client library: such a library would put 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import flask
 import litestar
 import quart
-from fastapi import FastAPI
-from flask import Flask
+from fastapi import APIRouter, FastAPI
+from flask import Blueprint, Flask
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from headgate.adapters import asgi, wsgi
+from headgate.gate.admission import current_admission
 from headgate.policy.loader import read
 from support.asgi_client import PEER, scope, talk
 
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     Headers = Iterable[tuple[str, str]]
+    MakeSite = Callable[..., "Site"]
 
 END_OF_BODY = {"type": "http.request", "body": b"", "more_body": False}
 
@@ -276,3 +281,75 @@ def flask_site(served: Served) -> Any:
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
+
+
+def policy_json(*limits: dict[str, Any], **more: Any) -> str:
+    return json.dumps({"limits": limits, **more})
+
+
+async def empty_asgi(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body"})
+
+
+def empty_wsgi(environ: Any, start_response: Any) -> list[bytes]:
+    start_response("200 OK", [])
+    return []
+
+
+def fastapi_item_app(shown_items: list[str]) -> FastAPI:
+    """Two views of one name, a router, a mounted app, and a view that says what it has cost."""
+    app, router, mounted = FastAPI(), APIRouter(prefix="/admin"), FastAPI()
+
+    @app.get("/items/{id}")
+    async def show(id: str) -> str:
+        shown_items.append(id)
+        return id
+
+    @router.get("/items/{id}", name="show")
+    async def show_to_admins(id: str) -> str:
+        return id
+
+    @mounted.get("/items/{id}")
+    async def show_mounted(id: str) -> str:
+        return id
+
+    @app.get("/ask")
+    async def ask(cost: int) -> int:
+        current_admission().commit(cost)
+        return cost
+
+    app.include_router(router)
+    app.mount("/mounted", mounted)
+    return app
+
+
+def flask_item_app(shown_items: list[str]) -> Any:
+    app, admin, mounted = Flask("shop", static_folder=None), Blueprint("admin", "admin"), Flask("mounted")
+
+    @app.get("/items/<id>")
+    def show(id: str) -> str:
+        shown_items.append(id)
+        return id
+
+    @mounted.get("/items/<id>")
+    @admin.get("/items/<id>", endpoint="show")
+    def show_elsewhere(id: str) -> str:
+        return id
+
+    @app.get("/ask")
+    def ask() -> str:
+        current_admission().commit(int(flask.request.args["cost"]))
+        return "done"
+
+    app.register_blueprint(admin, url_prefix="/admin")
+    return DispatcherMiddleware(app, {"/mounted": mounted})
+
+
+def item_request(number: int = 1, **more: Any) -> dict[str, Any]:
+    return {"path": f"/items/{number}", **more}
+
+
+def remaining_quota(answer: Answer) -> list[int]:
+    """What is left of each limit, as the answer tells it."""
+    return [int(part.split(";r=")[1].split(";")[0]) for part in answer.fields["ratelimit"].split(", ")]

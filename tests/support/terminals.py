@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-COMMAND = [sys.executable, "-m", "headgate.cli"]
+COMMAND = [sys.executable, "-m", "headgate"]
 
 
 SETTINGS = ("FORCE_COLOR", "NO_COLOR", "PYTHONIOENCODING", "HEADGATE_SECRET", "COLUMNS")

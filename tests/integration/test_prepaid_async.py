@@ -1,4 +1,4 @@
-"""What a review of asyncio and hot keys has found, on real servers."""
+"""Prepaid tokens of hot keys under asyncio: cancelled requests, closing, and refills in flight."""
 
 from __future__ import annotations
 
@@ -11,36 +11,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import uvloop
 
-from headgate import AsyncLimiter, Decision, Limit, StoreUnavailable
+from headgate import AsyncLimiter, Decision, Limit
 from headgate.local.prepaid import RefillCheck
 from headgate.stores.operations import Check
-from support.faults import Proxy, key_of, timed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from support.faults import Gate
     from support.servers import RedisServer
+
 
 every_loop = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 
 
-@pytest.mark.parametrize("reply", [b"*1\r\n:5\r\n", b"*5\r\n:1\r\n+a\r\n+b\r\n:1\r\n:1\r\n", b":7\r\n"])
-def test_an_answer_that_is_none_is_a_failure_like_any_other(
-    server: RedisServer, open_gate: Callable[..., Gate], reply: bytes
-) -> None:
-    with Proxy(server, b"EVALSHA", reply) as proxy:
-        gate = open_gate(proxy.url)
-        answer, seconds = timed(lambda: gate.check(key_of("strange")))
-        assert type(answer) is StoreUnavailable
-        assert answer.may_have_happened
-        assert seconds < 1.0
-
-
 @every_loop
-def test_an_order_whose_request_was_cancelled_denies_nobody_for_long(
-    server: RedisServer, run: Callable[[Any], Any]
-) -> None:
+def test_cancelled_refill_denies_only_briefly(server: RedisServer, run: Callable[[Any], Any]) -> None:
     limit = Limit(2_000, timedelta(seconds=1), name="cancelled")
 
     async def main() -> float:
@@ -68,9 +53,7 @@ def test_an_order_whose_request_was_cancelled_denies_nobody_for_long(
 
 @every_loop
 @pytest.mark.parametrize("lease", [0, 0.1])
-def test_requests_cancelled_at_any_moment_leave_nothing_behind(
-    server: RedisServer, run: Callable[[Any], Any], lease: float
-) -> None:
+def test_cancelled_requests_leave_nothing_behind(server: RedisServer, run: Callable[[Any], Any], lease: float) -> None:
     chance = random.Random(7)
     limit = Limit(2_000, timedelta(days=1), name=f"storm-{lease}")
     small = Limit(5, timedelta(days=1), name="small")
@@ -102,7 +85,7 @@ def test_requests_cancelled_at_any_moment_leave_nothing_behind(
 
 @every_loop
 @pytest.mark.parametrize("algorithm", ["fixed_window", "sliding_log"])
-def test_checks_cancelled_on_a_hot_key_charge_no_more_than_was_requested(
+def test_cancelled_checks_of_a_hot_key_are_not_overcharged(
     remote_url: str, run: Callable[[Any], Any], unique: str, algorithm: str
 ) -> None:
     chance = random.Random(11)
@@ -134,7 +117,7 @@ def test_checks_cancelled_on_a_hot_key_charge_no_more_than_was_requested(
 
 
 @every_loop
-def test_closing_returns_tokens_of_orders_on_their_way(server: RedisServer, run: Callable[[Any], Any]) -> None:
+def test_close_returns_tokens_of_refills_in_flight(server: RedisServer, run: Callable[[Any], Any]) -> None:
     limit = Limit(100_000, timedelta(days=1), name="closing", algorithm="fixed_window")
     key = limit.by("everybody")
 
@@ -153,7 +136,7 @@ def test_closing_returns_tokens_of_orders_on_their_way(server: RedisServer, run:
 
 
 @every_loop
-def test_an_order_does_not_wait_for_all_that_came_before_it(server: RedisServer, run: Callable[[Any], Any]) -> None:
+def test_refill_does_not_wait_behind_earlier_requests(server: RedisServer, run: Callable[[Any], Any]) -> None:
     """Else a process that is behind stays behind: what it orders would have ended before it comes."""
     limit = Limit(100_000, timedelta(days=1), name="behind")
 
