@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-# The servers that are broken here are those of the tests.
+# The Redis servers come from tests/support.
 _tests = str(Path(__file__).parents[1] / "tests")
 if _tests not in sys.path:
     sys.path.append(_tests)

@@ -6,7 +6,6 @@ import argparse
 import json
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.progress import Progress
@@ -15,6 +14,8 @@ from chaos import cascade, report
 from chaos.faults import FAULTS
 from chaos.fleet import Fleet
 from chaos.judge import judge
+from chaos.regions import report as regions_report
+from chaos.regions.__main__ import OUTPUT, experiment
 from chaos.rigs import NODES
 from chaos.run import LOADS, run
 
@@ -22,16 +23,25 @@ if TYPE_CHECKING:
     from chaos.judge import Finding
     from chaos.run import Run
 
-OUTPUT = Path(".build/chaos")
-
 
 def main() -> None:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped then, too
     progress = Progress()
     results = _everything(options, progress)
+    has_regions = not options.load and (not options.only or "regions" in options.only)
+    across = experiment(["three", "ten"], progress) if has_regions else []
     seconds = progress.done()
+    if results:
+        _report(results, seconds)
+    if across:
+        print(*regions_report.verdict(across), "", *regions_report.table(across), "", OUTPUT / "regions.md", sep="\n")
+    is_wrong = any(finding.wrong for _, finding in results)
+    if is_wrong or any(outcome.wrong for result in across for outcome in result.outcomes):
+        sys.exit(1)
 
+
+def _report(results: list[tuple[Run, Finding]], seconds: float) -> None:
     OUTPUT.mkdir(parents=True, exist_ok=True)
     words, numbers, picture = OUTPUT / "report.md", OUTPUT / "report.json", OUTPUT / "outage.png"
     notes = [line for each, _ in results if each.fault.is_spike for line in ("", *cascade.measure(each).lines())]
@@ -44,8 +54,6 @@ def main() -> None:
 
         plot.draw(picture, drawn)
     print(*[str(path) for path in (words, numbers, *[picture] * (drawn is not None))], sep="\n")
-    if any(finding.wrong for _, finding in results):
-        sys.exit(1)
 
 
 def _everything(options: argparse.Namespace, progress: Progress) -> list[tuple[Run, Finding]]:
@@ -67,7 +75,8 @@ def _everything(options: argparse.Namespace, progress: Progress) -> list[tuple[R
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
     names = [fault.name for fault in FAULTS]
-    parser.add_argument("--only", choices=names, action="append", help="this fault (may be given again)")
+    what = "this fault, or the experiments over regions (may be given again)"
+    parser.add_argument("--only", choices=[*names, "regions"], action="append", help=what)
     parser.add_argument("--load", choices=LOADS, help="only under this load")
     return parser.parse_args()
 

@@ -190,7 +190,7 @@ ALL: Final = (0, 1)
 
 FAULTS: Final = (
     Fault("refused", "the server is killed, and its port refuses", alone, refused, cut_off=ALL),
-    Fault("stopped", "SIGSTOP: connections stay open, nobody answers", alone, stopped, cut_off=ALL),
+    Fault("stopped", "SIGSTOP: connections stay open, without answers", alone, stopped, cut_off=ALL),
     Fault("killed", "kill -9 and started again at once, its memory lost", alone, killed_and_restarted, 0.5),
     Fault("restarted", "SHUTDOWN, started again 0.3 s later, its memory lost", alone, shut_down_and_restarted, 0.5),
     Fault("slow", "answers take 1 ms longer: within the budget", behind_proxy, weather("slow", 0.001)),

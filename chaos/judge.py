@@ -13,6 +13,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from chaos.load import LEASE, LIMITS, MODES, SHARE, Kind, Verdict
+from headgate import bounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from headgate import Limit
 
 AT_ONCE_NS: Final = 500_000
-"""What is answered within half a millisecond has waited for nobody."""
+"""A reply within half a millisecond did not wait."""
 SLACK: Final = 0.1
 """Seconds that an answer may be under way: far more than it ever is."""
 _UNCERTAIN: Final = (
@@ -57,7 +58,7 @@ class Finding(NamedTuple):
     open_p50_us: float | None
     """Of answers without the store, once that was known to be away."""
     detected_ms: float | None
-    """From the first failure to the first answer that waited for nobody, of the slowest limiter."""
+    """From the first failure to the first immediate answer, of the slowest limiter."""
     recovered_ms: float | None
     """From the store's return to the first exact answer, of the slowest limiter; infinite where there was none."""
     settled_ms: float | None
@@ -126,7 +127,7 @@ def local_allows_no_more_than_its_share(run: Run) -> Iterable[str]:
     alone = [row for row in run.rows if row.mode == "local" and row.admitted and not row.exact]
     nodes = len({row.node for row in run.rows})
     turns = Counter(row.number for row in alone if row.kind == Kind.TURN)
-    most = max(nodes, int(LIMITS[Kind.TURN].capacity * SHARE))
+    most = bounds.local_failure(LIMITS[Kind.TURN], SHARE, nodes, outage_us=0)
     yield from ["local allowed more than its share of a turn"] * sum(max(0, count - most) for count in turns.values())
     flow = LIMITS[Kind.FLOW]
     spent = [(row.start_ns, row.end_ns) for row in alone if row.kind == Kind.FLOW]

@@ -38,14 +38,14 @@ FIELDS: Final = 6
 def serve(line: Connection, pace: Any) -> None:
     """The life of the process: runs what it is told to, until the line is closed or nothing more comes.
 
-    `pace` is shared with whoever gives the orders: the load is that many times the steady one, and ends at 0.
+    `pace` is shared with the parent process: the load is that multiple of the steady one, and ends at 0.
     """
     logging.getLogger("headgate").addHandler(logging.NullHandler())  # the report tells what there is to tell
     try:
         while (orders := line.recv()) is not None:
             (_run_tasks if orders.asynchronous else _run_threads)(orders, line, pace)
     except EOFError:
-        return  # whoever gave the orders is gone
+        return  # the parent process is gone
 
 
 def _run_threads(orders: Orders, line: Connection, pace: Any) -> None:

@@ -6,6 +6,7 @@ The kernel of a test machine seldom can do this, and a process of its own takes 
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import struct
 import time
@@ -14,11 +15,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
 HOST: Final = "127.0.0.1"
 BUCKET_NS: Final = 50_000_000
+RETRANSMISSION: Final = 0.2
+"""Seconds after which Linux sends a lost packet again, at least."""
 _NO_LINGERING: Final = struct.pack("ii", 1, 0)
 
 
@@ -27,6 +30,7 @@ class Weather(NamedTuple):
 
     - fair: all passes as it comes
     - slow: answers come `amount` seconds late
+    - distant: slow, and the packets of a share of `loss` of the answers are lost and sent again
     - refused: open connections are reset, and new ones refused
     - silent: connections are taken, and nothing ever comes back
     - dripping: answers come byte by byte, `amount` seconds apart
@@ -34,8 +38,9 @@ class Weather(NamedTuple):
       later come the answers, and what nobody waits for any more is worked on all the same
     """
 
-    kind: Literal["fair", "slow", "refused", "silent", "dripping", "crowded"] = "fair"
+    kind: Literal["fair", "slow", "distant", "refused", "silent", "dripping", "crowded"] = "fair"
     amount: float = 0.0
+    loss: float = 0.0
 
 
 FAIR: Final = Weather()
@@ -62,6 +67,11 @@ def serve(line: Connection, server_port: int, doors: int) -> None:
     """The life of the process: says its ports, then does what it is told, and ends when the line is closed."""
     server = _Server(server_port)
     asyncio.run(_serve(line, [_Door(server) for _ in range(doors)]))
+
+
+def serve_links(line: Connection, server_ports: Sequence[int]) -> None:
+    """The same, with one door in front of each of several servers."""
+    asyncio.run(_serve(line, [_Door(_Server(port)) for port in server_ports]))
 
 
 async def _serve(line: Connection, doors: list[_Door]) -> None:
@@ -106,7 +116,7 @@ class _Door:
     def __init__(self, server: _Server) -> None:
         self.server = server
         self.weather = FAIR
-        self.passages: set[_Passage] = set()
+        self.connections: set[_ProxiedConnection] = set()
         # As with the tests' servers, the port stays ours while it is closed, and connections to it are refused.
         self._holder = socket.socket()
         self._holder.bind((HOST, 0))
@@ -117,7 +127,9 @@ class _Door:
 
     async def open(self) -> None:
         loop = asyncio.get_running_loop()
-        self._listening = await loop.create_server(lambda: _Passage(self), HOST, self.port, reuse_address=True)
+        self._listening = await loop.create_server(
+            lambda: _ProxiedConnection(self), HOST, self.port, reuse_address=True
+        )
 
     async def turn(self, weather: Weather) -> None:
         was, self.weather = self.weather, weather
@@ -129,8 +141,8 @@ class _Door:
             self.hang_up()  # on a connection that has lost something, nothing more can be said
 
     def hang_up(self) -> None:
-        for passage in list(self.passages):
-            passage.reset()
+        for connection in list(self.connections):
+            connection.reset()
 
     def close(self) -> None:
         if self._listening is not None:
@@ -146,7 +158,7 @@ class _Door:
         return [Traffic(at * BUCKET_NS, *counted) for at, counted in self._traffic.items()]
 
 
-class _Passage(asyncio.Protocol):
+class _ProxiedConnection(asyncio.Protocol):
     """One connection of a node's, and the one to the server that belongs to it."""
 
     def __init__(self, door: _Door) -> None:
@@ -159,6 +171,8 @@ class _Passage(asyncio.Protocol):
         """Requests that the server has not come to yet, in their order."""
         self._due: deque[bytes] = deque()
         """Answers that are being kept back, in their order."""
+        self._arrival = 0.0
+        """When the last answer arrives that is on a long way."""
         self._dripping = False
         self._connecting: asyncio.Task[None] | None = None
 
@@ -167,7 +181,7 @@ class _Passage(asyncio.Protocol):
         if self._door.weather.kind == "refused":  # it was taken in the moment when the door was closed
             self.reset()
             return
-        self._door.passages.add(self)
+        self._door.connections.add(self)
         self._connecting = asyncio.create_task(self._connect())
 
     def data_received(self, data: bytes) -> None:
@@ -189,7 +203,7 @@ class _Passage(asyncio.Protocol):
         self.reset()
 
     def reset(self) -> None:
-        self._door.passages.discard(self)
+        self._door.connections.discard(self)
         for transport in (self._node, self._server):
             if transport is not None and not transport.is_closing():
                 # Without lingering, what is closed is reset: the other end is told that something was lost.
@@ -198,10 +212,15 @@ class _Passage(asyncio.Protocol):
 
     def answer(self, data: bytes) -> None:
         weather = self._door.weather
-        if weather.kind == "slow" or self._due:
+        if weather.kind in ("slow", "distant") or self._due:
             self._due.append(data)
             if weather.kind == "slow":
                 self._later(weather.amount, self._to_node)
+            elif weather.kind == "distant":
+                now, lost = time.monotonic(), random.random() < weather.loss
+                # What follows a lost packet waits for it.
+                self._arrival = max(self._arrival, now + weather.amount + RETRANSMISSION * lost)
+                self._later(self._arrival - now, self._to_node)
             elif not self._dripping:
                 self._to_node()
         elif weather.kind == "dripping":
@@ -217,7 +236,7 @@ class _Passage(asyncio.Protocol):
         except OSError:
             self.reset()
             return
-        if self not in self._door.passages:
+        if self not in self._door.connections:
             self._server.abort()
         elif self._early:
             self._server.write(bytes(self._early))
@@ -245,12 +264,12 @@ class _Passage(asyncio.Protocol):
 class _Far(asyncio.Protocol):
     """The server's end."""
 
-    def __init__(self, passage: _Passage) -> None:
-        self._passage = passage
+    def __init__(self, connection: _ProxiedConnection) -> None:
+        self._connection = connection
 
     def data_received(self, data: bytes) -> None:
-        self._passage.answer(data)
+        self._connection.answer(data)
 
     def connection_lost(self, _: Exception | None) -> None:
         with suppress(RuntimeError):  # the loop may be closing
-            self._passage.reset()
+            self._connection.reset()

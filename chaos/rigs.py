@@ -16,7 +16,7 @@ from chaos.proxy import FAIR, HOST, Order, Traffic, Weather
 from support.servers import RedisCluster, RedisServer, SentinelSet, ServerError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 NODES: Final = 2
 _spawning = multiprocessing.get_context("spawn")
@@ -29,7 +29,7 @@ class Rig:
     urls: tuple[str, ...]
     """For each node."""
     store_url: str
-    """The way to the store around any proxy, for whoever wants to know the truth."""
+    """The URL of the store without a proxy, to read the true counts."""
     server: Any = None
     cluster: Any = None
     sentinels: Any = None
@@ -89,8 +89,11 @@ class Proxy:
     """The process of `chaos.proxy`, and how to tell it what to do."""
 
     def __init__(self, server_port: int, doors: int) -> None:
+        self._start(proxy.serve, server_port, doors)
+
+    def _start(self, serve: Callable[..., None], *args: Any) -> None:
         self._line, far = _spawning.Pipe()
-        self._process = _spawning.Process(target=proxy.serve, args=(far, server_port, doors), daemon=True)
+        self._process = _spawning.Process(target=serve, args=(far, *args), daemon=True)
         self._process.start()
         far.close()
         self.urls = tuple(f"redis://{HOST}:{port}/0" for port in self._line.recv())
@@ -123,6 +126,25 @@ class Proxy:
         return self._line.recv()
 
 
+class Links(Proxy):
+    """A proxy with a door in front of each of several servers."""
+
+    def __init__(self, server_ports: Sequence[int]) -> None:
+        self._start(proxy.serve_links, server_ports)
+
+
+class SkewedServer(RedisServer):
+    """A Valkey whose clock is off by a constant."""
+
+    def __init__(self, skew_s: float) -> None:
+        super().__init__("valkey")
+        self.skew_s = skew_s
+
+    def _command(self) -> list[str]:
+        environment = [f"LD_PRELOAD={_faketime()}", f"FAKETIME={self.skew_s:+g}", "FAKETIME_DONT_FAKE_MONOTONIC=1"]
+        return [shutil.which("env") or "env", *environment, *super()._command()]
+
+
 class _Misled(RedisServer):
     """A server that takes its time from a file, through libfaketime. Debian's Redis does not bear that; Valkey does."""
 
@@ -153,4 +175,7 @@ def _faketime() -> Path:
     raise ServerError("libfaketime is missing: run `make chaos`, which installs it, or `apt install libfaketime`")
 
 
-__all__ = ["NODES", "Proxy", "Rig", "alone", "behind_proxy", "clustered", "stored_wide_key", "watched", "with_a_clock"]
+__all__ = [
+    "NODES", "Links", "Proxy", "Rig", "SkewedServer", "alone", "behind_proxy", "clustered", "stored_wide_key",
+    "watched", "with_a_clock",
+]  # fmt: skip
