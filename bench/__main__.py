@@ -19,10 +19,11 @@ import redis
 from bench import report
 from bench.apps import BARE_APP, FASTAPI, FLASK
 from bench.contenders import ASYNC, SYNC
+from bench.policy_costs import PolicySample
 from bench.progress import Progress
 from bench.redis_server import running_redis
-from bench.scenarios import PARTS, Bench, Plan
-from bench.timing import Run
+from bench.scenarios import PARTS, Bench, Plan, Results
+from bench.timing import Run, Sample
 
 BUILD = Path(".build/bench")
 FULL = Plan()
@@ -34,6 +35,9 @@ QUICK = Plan(
 
 def main() -> None:
     options = _options()
+    if options.render:
+        _render()
+        return
     plan = _plan(options)
     run, loop = _loop(uvloop=options.uvloop)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the finally blocks that stop child processes
@@ -49,9 +53,10 @@ def main() -> None:
     page, numbers = (Path("docs/benchmarks.md"), Path("bench/results.json")) if is_complete else (
         BUILD / "benchmarks.md", BUILD / "results.json",
     )  # fmt: skip
-    recorded = {"environment": about, "plan": asdict(plan), "results": asdict(results)}
-    numbers.write_text(json.dumps(recorded, indent=1, default=list) + "\n")
     command = "make bench" + (f" BENCH_ARGS={' '.join(sys.argv[1:])!r}" if sys.argv[1:] else "")
+    run_of = {"command": command, "seconds": seconds, "environment": about}
+    recorded = {**run_of, "plan": asdict(plan), "results": asdict(results)}
+    numbers.write_text(json.dumps(recorded, indent=1, default=list) + "\n")
     report.write(page, plan, results, about, command=command, seconds=seconds)
     print(*report.summary(results), "", page, numbers, sep="\n")
     if find_spec("matplotlib") is not None:
@@ -62,6 +67,26 @@ def main() -> None:
             print(BUILD / "benchmarks.png")
 
 
+def _render() -> None:
+    """Write the page again from the recorded results, for example with other targets."""
+    recorded = json.loads(Path("bench/results.json").read_text())
+    plan, numbers = recorded["plan"], recorded["results"]
+    plan |= {name: frozenset(plan[name]) for name in ("parts", "contenders")} | {"tasks": tuple(plan["tasks"])}
+    results = Results(
+        {
+            scenario: {name: [Sample(**each) for each in samples] for name, samples in seen.items()}
+            for scenario, seen in numbers["samples"].items()
+        },
+        {int(checks): rates for checks, rates in numbers["ceiling"].items()},
+        numbers["bytes_per_key"],
+        [PolicySample(**each) for each in numbers["policies"]],
+        numbers["yaml_s"],
+    )
+    run_of = {"command": recorded["command"], "seconds": recorded["seconds"]}
+    report.write(Path("docs/benchmarks.md"), Plan(**plan), results, recorded["environment"], **run_of)
+    print(*report.summary(results), sep="\n")
+
+
 def _options() -> argparse.Namespace:
     names = sorted({c.name for c in (*SYNC, *ASYNC)} | {c.name for c in (*FASTAPI, *FLASK)} - {BARE_APP})
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
@@ -70,6 +95,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--contender", choices=names, action="append", help="measure this contender (repeatable)")
     parser.add_argument("--rounds", type=int, help="the number of interleaved rounds")
     parser.add_argument("--keys", type=int, help="the number of keys for bytes per key, such as 1000000")
+    parser.add_argument("--render", action="store_true", help="write the page again from bench/results.json")
     parser.add_argument("--uvloop", action="store_true", help="use uvloop instead of asyncio's event loop")
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
-"""`python -m bench.change_latency`: from a change that somebody makes to its effect on every worker, measured.
+"""`python -m bench.change_latency`: time from a change to its effect on every worker.
 
 A real Redis counts, a real PostgreSQL has the config, the admin server takes the changes over HTTP, and four processes
-with a gate each do nothing but let the same client knock. What is measured: how long after the change was sent each of
+with a gate each send requests of one client in a loop. What is measured: how long after the change was sent each of
 them decides by it. Everybody looks at the one clock of this machine.
 """
 
@@ -110,7 +110,7 @@ class _Admin:
 
 
 class _Fleet:
-    """Processes that knock until they see a change."""
+    """Processes that send requests until they see a change."""
 
     def __init__(self, config_url: str, redis_url: str, secret: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -147,8 +147,8 @@ def _work(pipe: Any, config_url: str, redis_url: str, secret: str) -> None:
     from headgate.control.config.watcher import ConfigSource
     from headgate.gate.gate import Gate
 
-    def tenant_of(arrival: Any) -> str:
-        return str(arrival.header("x-tenant")[0])
+    def tenant_of(request: Any) -> str:
+        return str(request.header("x-tenant")[0])
 
     gate = Gate(ConfigSource(config_url), redis_url, identities={"tenant": tenant_of}, secret=secret)
     gate.warm()

@@ -47,7 +47,7 @@ clients:
 CLIENTS: Final = 1000
 SECOND_NS: Final = 1_000_000_000
 NAP: Final = 0.00002
-"""Seconds that whoever is ahead of the clock sleeps: so long that others get their turn, as in a server that waits."""
+"""Seconds to sleep when ahead of the clock; long enough for other threads to run, as in a server that waits."""
 WARM: Final = 2.5
 """Seconds before the measurement, at the same rate."""
 NOTHING: Final = "nothing"
@@ -64,7 +64,7 @@ RESAMPLED: Final = 400
 
 
 class Request(NamedTuple):
-    """An arrival, as adapters make them."""
+    """A request, as adapters make them."""
 
     path: str
     method: str
@@ -193,7 +193,7 @@ def _in_process(turn: Turn) -> Told:
 
 
 class Nobody(InProcessDelivery):
-    """Takes what a scribe would be handed, and forgets it: so is seen what the app's own process pays."""
+    """Drops what the writer process would receive, to measure the cost in the app's own process."""
 
     def deliver(self, batch: EventBatch) -> DeliveryResult:
         marshal.dumps(list(batch.events), 2)
@@ -206,7 +206,7 @@ def _opened(options: dict[str, Any]) -> DecisionLog:
     if options["writer"] != "nobody":
         return DecisionLog(secret=SECRET, sample=0, **options)
     log = DecisionLog(secret=SECRET, sample=0, **{**options, "writer": "thread"})
-    carrier = log._queue._delivery  # noqa: SLF001 - there is no such writer but for this comparison
+    carrier = log._queue._delivery._in_process  # noqa: SLF001 - there is no such writer but for this comparison
     carrier.__class__ = Nobody
     carrier.size = 10_000
     return log
@@ -239,7 +239,7 @@ def _take_turn(turn: Turn, pipe: Any) -> None:
                 taken = run(turn.seconds)
                 slices[is_with].append(taken.slice())
                 rejected += taken.rejected * is_with
-                log.flush(60)  # so that nobody writes any more in a slice without
+                log.flush(60)  # no writes in a slice without the log
     stats = log.stats
     log.close()
     missing = rejected - stats.written - stats.lost if hook is not None else 0

@@ -289,7 +289,7 @@ def _turns(load: Load, start_ns: int) -> Iterator[None]:
 
 
 def _due(load: Load, start_ns: int) -> Iterator[bool]:
-    """Whether the next check is due, again and again; whoever has fallen behind catches up until the end."""
+    """Yields when the next check is due; a task that has fallen behind catches up until the end."""
     rate, done, end_ns = load.rate / load.processes, 0, start_ns + round(load.seconds * SECOND_NS)
     while (now := time.monotonic_ns()) < end_ns:
         due = (now - start_ns) * rate / SECOND_NS > done

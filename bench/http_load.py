@@ -31,9 +31,9 @@ def under_load(framework: str, contender: AppContender, setting: Setting, redis_
     """Measure a contender's app behind one worker of its server with wrk, after a warm-up."""
     with _serve(framework, contender, setting) as (address, pid):
         _wrk(contender, address, max(0.3, seconds / 4))
-        app_before, redis_before = _cpu_seconds(pid), redis_cpu_seconds(redis_url)
+        app_before, redis_before = cpu_seconds(pid), redis_cpu_seconds(redis_url)
         seen = _wrk(contender, address, seconds)
-        app_after, redis_after = _cpu_seconds(pid), redis_cpu_seconds(redis_url)
+        app_after, redis_after = cpu_seconds(pid), redis_cpu_seconds(redis_url)
     requests = seen["requests"]
     return Sample(
         rate=requests / seen["duration_us"] * 1e6,
@@ -102,11 +102,11 @@ def _wrk(contender: AppContender, address: str, seconds: float) -> dict[str, int
     return seen
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """The CPU time of a process and its children; gunicorn serves in a child."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / TICKS + sum(_cpu_seconds(int(child)) for child in children)
+    return (int(user) + int(system)) / TICKS + sum(cpu_seconds(int(child)) for child in children)
 
 
 if __name__ == "__main__":

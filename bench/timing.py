@@ -67,7 +67,7 @@ def in_memory(
 ) -> Sample:
     """One thread, asking for keys as they are drawn, on the clock of the CPU: neighbours on the machine do not count.
 
-    Every key has been seen once before, but its str is new, as in a request: nobody has hashed it yet.
+    Every key has been seen once before, but its str is new, as in a request: its hash is not cached yet.
     """
     keys = _keys(setting)
     with open_contender(contender, setting) as names, all_allowed(contender, names, keys):
