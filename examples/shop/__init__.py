@@ -1,1 +1,1 @@
-"""A small shop's API behind a policy: `make run` starts it. `app.py` and `policy.yaml` are what you would write."""
+"""A small shop's API with a policy, started by `make run`. You would write only app.py and policy.yaml."""

@@ -1,5 +1,4 @@
-"""`python -m examples.shop`, or `make run`: opens the shop and its admin pages, shows what its policy does, and then it
-is yours to try."""
+"""`python -m examples.shop`, or `make run`: starts the shop and its admin pages, and demonstrates its policy."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
 
+from examples.shop.data_directory import DataDirectory
 from examples.shop.guide import REDIS, Guide
-from examples.shop.home import Home
 from headgate import Limiter
 from headgate.errors import HeadgateError
 from headgate.policy import load
@@ -26,7 +25,7 @@ POLICY = Path(__file__).with_name("policy.yaml")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until Ctrl-C, or with --demo until the tour is over; the exit status."""
+    """Serve until Ctrl-C, or with --demo until the tour is over; returns the exit status."""
     options = _options(argv)
     try:
         load(options.policy)
@@ -41,36 +40,36 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    except KeyboardInterrupt:  # a second one, while it closes
+    except KeyboardInterrupt:  # a second one, during shutdown
         return 130
 
 
 def _serve(options: argparse.Namespace, closing: ExitStack) -> int:
     import uvicorn
 
-    from examples.shop.office import Office
+    from examples.shop.admin_server import ShopAdmin
     from examples.shop.policy_file import PolicyFile
 
-    home = Home(options.data)
-    closing.callback(home.close)
-    # By the environment, as workers are processes of their own.
-    os.environ |= {"SHOP_STORE": options.store, "SHOP_CONFIG": home.config, "SHOP_LOG": home.log}
-    os.environ.setdefault("HEADGATE_SECRET", home.secret())  # yours is the same on all machines
-    office = Office(home)
-    closing.callback(office.close)
-    file = PolicyFile(options.policy, office.config)
+    data = DataDirectory(options.data)
+    closing.callback(data.close)
+    # Through the environment, as workers are separate processes.
+    os.environ |= {"SHOP_STORE": options.store, "SHOP_CONFIG": data.config, "SHOP_LOG": data.log}
+    os.environ.setdefault("HEADGATE_SECRET", data.secret())  # in production, the same on all machines
+    admin = ShopAdmin(data)
+    closing.callback(admin.close)
+    file = PolicyFile(options.policy, admin.config)
     file.begin()
     port = _free_port(options.port)
     if options.traffic:
-        office.welcome_the_crowd()
-        closing.callback(_end, _send_crowd(port))
-    admin = office.open(_counters(options), store=options.store, host=HOST, port=_free_port(port + 1))
-    os.environ["SHOP_ADMIN"] = admin
+        admin.add_simulated_clients()
+        closing.callback(_end, _start_simulated_clients(port))
+    pages = admin.open(_counters(options), store=options.store, host=HOST, port=_free_port(port + 1))
+    os.environ["SHOP_ADMIN"] = pages
     closing.callback(file.stop)
     file.start()
-    guide = Guide(HOST, port, office.link, options)
+    guide = Guide(HOST, port, admin.link, options)
     guide.start()
-    # Ended as by Ctrl-C: uvicorn raises again what it was ended by, and then there is still something to close.
+    # As Ctrl-C: uvicorn raises the signal again after its own shutdown, and the rest is still to be closed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     uvicorn.run(
         "examples.shop.app:app",
@@ -79,34 +78,34 @@ def _serve(options: argparse.Namespace, closing: ExitStack) -> int:
         workers=options.workers,
         log_level="warning",
         access_log=False,
-        timeout_worker_healthcheck=30,  # on a busy machine a worker may need some seconds before it answers
+        timeout_worker_healthcheck=30,  # a worker may need some seconds to start on a busy machine
     )
     return guide.status
 
 
 def _counters(options: argparse.Namespace) -> Limiter:
-    """What the admin pages read and change counts with."""
+    """The limiter that the admin pages read and reset counters with."""
     if not options.store.startswith("memory:"):
         return Limiter(options.store)
     from examples.shop.gate import gate
 
-    return gate.limiter_view()  # counts in memory are in this process alone
+    return gate.limiter_view()  # the counters are in the memory of this process
 
 
-def _send_crowd(port: int) -> subprocess.Popen[bytes]:
-    """In a process of its own, so that it takes no time from the shop; it ends when this one does, however it ends."""
-    command = [sys.executable, "-m", "examples.shop.crowd", "--host", HOST, "--port", f"{port}"]
+def _start_simulated_clients(port: int) -> subprocess.Popen[bytes]:
+    """Start them as a process, so that they do not slow down the shop; it ends with this one."""
+    command = [sys.executable, "-m", "examples.shop.simulated_clients", "--host", HOST, "--port", f"{port}"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT)
 
 
-def _end(crowd: subprocess.Popen[bytes]) -> None:
-    assert crowd.stdin is not None
-    crowd.stdin.close()
+def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
     try:
-        crowd.wait(2)
+        process.wait(2)
     except subprocess.TimeoutExpired:
-        crowd.kill()
-        crowd.wait()
+        process.kill()
+        process.wait()
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
@@ -130,7 +129,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _data_of(policy: Path) -> Path:
-    """One folder for each policy: what is kept of the one may not fit another."""
+    """A directory for each policy, as stored data of one may not fit another."""
     build = ROOT / ".build"
     return build / "shop" if policy == POLICY else build / f"shop-{blake2b(bytes(policy), digest_size=4).hexdigest()}"
 

@@ -1,4 +1,4 @@
-"""The shop: a FastAPI app like any other. Headgate is the one middleware; its limits stand in `policy.yaml`."""
+"""The shop: a FastAPI app with Headgate's middleware. The limits are in policy.yaml."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 from fastapi.security import HTTPBasic, HTTPBasicCredentials
 
 from examples.shop.gate import gate, log
-from examples.shop.welcome import welcome
+from examples.shop.start_page import welcome
 from headgate.adapters import current_admission
 from headgate.adapters.asgi import HeadgateMiddleware
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-PASSWORDS = {"ada": "analytical"}  # yours are hashed
+PASSWORDS = {"ada": "analytical"}  # in production, hashed
 WORDS = ["Warm", "the", "pot.", "Steep", "the", "tea", "for", "three", "minutes,", "and", "not", "for", "one", "more."]
 
 
@@ -27,7 +27,7 @@ WORDS = ["Warm", "the", "pot.", "Steep", "the", "tea", "for", "three", "minutes,
 async def lifespan(_: FastAPI) -> AsyncIterator[None]:
     yield
     if log is not None:
-        await asyncio.to_thread(log.close)  # what was decided last is written, too
+        await asyncio.to_thread(log.close)  # writes the last decisions
 
 
 app = FastAPI(title="Shop", lifespan=lifespan)
@@ -71,7 +71,7 @@ async def write(post: dict[str, Any]) -> dict[str, Any]:
 
 @app.post("/complete")
 async def complete() -> StreamingResponse:
-    """Streams words as a language model does. What that costs is only known in the end."""
+    """Stream words as a language model does. The cost is only known at the end."""
 
     async def words() -> AsyncIterator[str]:
         spoken = 0
@@ -80,7 +80,7 @@ async def complete() -> StreamingResponse:
                 spoken += 1
                 yield f"{word} "
                 await asyncio.sleep(0.02)
-        finally:  # also if the client hangs up: what was spoken is paid for
+        finally:  # also if the client disconnects: sent words are charged
             admission.commit(spoken)
 
     admission = current_admission()

@@ -1,4 +1,4 @@
-"""The shop's gate. Its policy comes out of the config store, where there is one, and people can watch what it does."""
+"""The gate of the shop, with decision log and node status. Its policy is in the config store, if there is one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from examples.shop.live import show
+from examples.shop.decision_printer import show
 from headgate.gate.gate import AsyncGate
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["gate", "log"]
 
 
-def login_name(arrival: RequestInfo) -> str | None:
-    """Whose password is tried: what limits `by: user` count. Called before the app, so it reads the request itself."""
-    scheme, _, credentials = ",".join(arrival.header("authorization")).partition(" ")
+def login_name(request: RequestInfo) -> str | None:
+    """The user name of a login attempt, for limits `by: user`. Runs before the app, so it reads the request itself."""
+    scheme, _, credentials = ",".join(request.header("authorization")).partition(" ")
     if scheme.lower() == "basic":
-        with suppress(ValueError):  # nonsense names nobody, and is counted by its address
+        with suppress(ValueError):  # an invalid header identifies no user; the request counts by address
             return b64decode(credentials).decode().partition(":")[0]
     return None
 
@@ -37,7 +37,7 @@ def _opened(store: str, config: str | None) -> AsyncGate:
 
 
 def _watched(gate: AsyncGate, store: str, url: str) -> DecisionLog:
-    """For who asks afterwards, and for who looks on now."""
+    """Attach the decision log and the node status to the gate."""
     from headgate.telemetry.decision_log.log import DecisionLog
     from headgate.telemetry.fleet.reporter import StatusReporter
     from headgate.telemetry.fleet.status_store import open_status_store
@@ -48,7 +48,7 @@ def _watched(gate: AsyncGate, store: str, url: str) -> DecisionLog:
     return log
 
 
-# Workers are processes of their own: they are told by the environment.
+# Through the environment, as workers are separate processes.
 _store = os.environ.get("SHOP_STORE") or "memory://"  # redis://... counts for all workers and machines together
 _log = os.environ.get("SHOP_LOG")
 gate = _opened(_store, os.environ.get("SHOP_CONFIG"))

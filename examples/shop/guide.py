@@ -1,4 +1,4 @@
-"""Shows people around: the tour, and then what to try."""
+"""Runs the tour in the terminal, then shows what to try."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from examples.shop import tour
-from examples.shop.live import BOLD, DIM, RED, paint
+from examples.shop.decision_printer import BOLD, DIM, RED, paint
 
 if TYPE_CHECKING:
     import argparse
@@ -25,7 +25,7 @@ WHO = "192.0.2.77 is refused all the time, Corner Cafe has too little, Lantern F
 
 
 class Guide(threading.Thread):
-    """Shows visitors around as soon as the shop is open. `link` makes links that sign in to the admin pages."""
+    """Runs the tour once the shop accepts requests. `link` creates links that sign in to the admin pages."""
 
     def __init__(self, host: str, port: int, link: Callable[[], str], options: argparse.Namespace) -> None:
         super().__init__(name="guide", daemon=True)
@@ -83,9 +83,9 @@ class Guide(threading.Thread):
         return "\n     ".join(lines)
 
     def _wait_for_enter(self) -> None:
-        """A link is good for ten minutes, and once: who comes later gets another."""
+        """Print a new link when Enter is pressed, as each works once and for ten minutes."""
         while _has_somebody():
-            # Never for long: a thread that waits for input cannot be ended.
+            # With a short timeout, as a thread that waits for input cannot be stopped.
             if select.select([sys.stdin], [], [], 0.5)[0]:
                 if not os.read(sys.stdin.fileno(), 4096):
                     return
@@ -93,10 +93,10 @@ class Guide(threading.Thread):
 
 
 def _has_somebody() -> bool:
-    """Whether somebody sits at a terminal, and this runs in its foreground."""
+    """True in the foreground of an interactive terminal."""
     return sys.stdin.isatty() and sys.stdout.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
 
 
 def _from_here(path: Path) -> Path:
-    """As somebody in this folder would type it."""
+    """The command as typed in this directory."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,4 +1,4 @@
-"""A few requests that show what the policy does, each as the curl line that you can repeat."""
+"""Requests that demonstrate the policy, each with the curl command to repeat it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from typing import NamedTuple
 
-from examples.shop.live import BOLD, DIM, paint
+from examples.shop.decision_printer import BOLD, DIM, paint
 
 __all__ = ["STEPS", "Ask", "Reply", "Step", "run", "wait_until_ready"]
 
 VISITOR = "203.0.113.9"
-"""Where the tour says that it comes from, as a proxy on loopback would: so it uses up nothing of yours."""
+"""The client address of the tour, sent like a proxy on loopback does, so that your own limits are not used."""
 
 
 class Ask(NamedTuple):
-    """A request, as curl would send it."""
+    """A request that curl can send."""
 
     method: str
     path: str
@@ -27,7 +27,7 @@ class Ask(NamedTuple):
     login: str | None = None
     json: str | None = None
     visitor: str = VISITOR
-    """The address; $i stands for how often it was sent."""
+    """The client address; $i is the number of the request."""
 
     def curl(self, base: str) -> str:
         words = ["curl -i"]
@@ -49,7 +49,7 @@ class Ask(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What came back."""
+    """The response."""
 
     status: int
     headers: dict[str, str]
@@ -57,13 +57,13 @@ class Reply(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Something to show."""
+    """A step of the tour."""
 
     title: str
     asks: tuple[Ask, ...]
     times: int = 1
     shows: tuple[str, ...] = ()
-    """The header fields of the last answer to point at."""
+    """Header fields of the last response to show."""
     pause: float = 0
     """Seconds between the requests."""
 
@@ -102,7 +102,7 @@ STEPS = (
 
 
 def run(host: str, port: int) -> list[Reply]:
-    """Go through all steps; the last answer of each."""
+    """Run all steps; returns the last response of each."""
     base = f"http://{host}:{port}"
     connection = HTTPConnection(host, port, timeout=10)
     replies = []
@@ -117,18 +117,18 @@ def run(host: str, port: int) -> list[Reply]:
                 time.sleep(step.pause)
         replies.append(reply)
         for name in step.shows:
-            if name in reply.headers:  # none of them is, while the store is away
+            if name in reply.headers:  # absent while the store is unavailable
                 print(f"     {name}: {reply.headers[name]}")
         if reply.headers.get("content-type") == "application/problem+json":
             print(f"     {json.loads(reply.body)['message']}")
         if sys.stdout.isatty():
-            time.sleep(0.5)  # at a pace that can be followed
+            time.sleep(0.5)  # slow enough to follow
     connection.close()
     return replies
 
 
 def wait_until_ready(host: str, port: int, *, timeout: float = 60) -> None:
-    """Return as soon as the shop is open."""
+    """Wait until the shop accepts requests."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         with suppress(OSError, HTTPException):

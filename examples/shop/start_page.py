@@ -1,4 +1,4 @@
-"""The page at the shop's address: what this is, what to try, and where the admin pages are."""
+"""The start page of the shop, with requests to try and a link to the admin pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a shop keeps its things: two files of SQLite's and a secret, in a folder that no other shop uses meanwhile."""
+"""The data directory of a running shop: two SQLite databases and a secret."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Home"]
+__all__ = ["DataDirectory"]
 
 MOST = 100
-"""Shops that may be open at a time on one machine."""
+"""Shops that can run at the same time on one machine."""
 
 
-class Home:
-    """A folder that is this shop's alone for as long as it is open. It is kept, and found again by the next shop."""
+class DataDirectory:
+    """A directory that is locked by one running shop. It is kept, and used again by the next one."""
 
     def __init__(self, folder: Path) -> None:
-        """The folder itself, or one beside it where another shop is at home there."""
+        """Use this directory, or one next to it if another shop has locked it."""
         for number in range(1, MOST):
             self.folder = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
             self.folder.mkdir(parents=True, exist_ok=True)
-            # The lock ends with the process, however that ends.
+            # The lock ends with the process, also if it is killed.
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -41,11 +41,11 @@ class Home:
 
     @property
     def log(self) -> str:
-        """The URL of the decision log, as those know it who read it."""
+        """The URL of the decision log, for readers."""
         return f"sqlite:///{self.folder / 'decisions.db'}"
 
     def secret(self) -> str:
-        """What API keys are hashed with: made once, as else nobody would be found again in what was kept."""
+        """The secret that API keys are hashed with; kept, so that stored clients are recognized after a restart."""
         file = self.folder / "secret"
         if not file.exists():
             with open(file, "x", encoding="ascii", opener=_for_nobody_else) as new:
@@ -53,7 +53,7 @@ class Home:
         return file.read_text("ascii").strip()
 
     def close(self) -> None:
-        """Let another shop in."""
+        """Release the lock."""
         os.close(self._lock)
 
 

@@ -1,6 +1,6 @@
-"""Visitors, so that there is something to see: a bounded crowd with habits, of which each seed makes the same days.
+"""Simulated clients with different habits. The same seed sends the same requests.
 
-`python -m examples.shop.crowd --port 8000` sends them, until its standard input ends: with the shop that started it.
+`python -m examples.shop.simulated_clients --port 8000` runs until its standard input is closed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from http.client import HTTPConnection, HTTPException
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-from examples.shop.live import MARK
+from examples.shop.decision_printer import MARK
 from examples.shop.tour import Ask, wait_until_ready
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["CLIENTS", "HABITS", "MOST_A_SECOND", "Client", "Habit", "Visit", "visits"]
 
 MOST_A_SECOND = 60
-"""Requests of all visitors together, whatever their habits are."""
+"""Upper bound on the requests of all clients together."""
 
 SENDERS = 8
-"""Connections that are open at a time."""
+"""Connections open at the same time."""
 REQUESTS_ON_ONE = 40
-"""After so many a connection is closed, and the next one may come to another worker."""
+"""Requests per connection; the next connection may reach another worker."""
 
 PHONE = "Mozilla/5.0 (iPhone; CPU iPhone OS 19_0 like Mac OS X) Safari/605.1"
 LAPTOP = "Mozilla/5.0 (X11; Linux x86_64; rv:151.0) Firefox/151.0"
@@ -42,7 +42,7 @@ PEOPLE = (PHONE, LAPTOP, DESKTOP)
 
 
 class Client(NamedTuple):
-    """A customer with a key of its own."""
+    """A customer with an API key."""
 
     key: str
     tier: str
@@ -70,7 +70,7 @@ FESTIVAL = Client("crowd-key-lantern-festival", "free", "Lantern Festival", "198
 
 CLIENTS = (*FREE, *PRO, *ENTERPRISE, CAFE, FESTIVAL)
 STRANGERS = tuple(f"198.51.100.{number}" for number in range(1, 41))
-# Each of another network: where addresses are shown, only their networks are.
+# Each in another network, as pages show only the networks of addresses.
 SCRAPER, GUESSER, FORGE, FINDER = "192.0.2.77", "198.18.66.6", "198.18.10.1", "198.18.5.5"
 
 POSTS = Ask("GET", "/posts")
@@ -81,25 +81,25 @@ PAY = Ask("POST", "/pay")
 
 
 class Habit(NamedTuple):
-    """What some visitors do, and when."""
+    """The behaviour of a group of clients."""
 
     name: str
     rate: Callable[[float], float]
-    """Requests in a second, all of them together, so many seconds after the shop has opened."""
+    """Requests per second of the group, given the seconds since the start."""
     most: float
-    """What the rate is never above."""
+    """Upper bound on the rate."""
     asks: tuple[Ask, ...]
-    """One of these at a time; what stands there twice is asked for twice as often."""
+    """The requests to choose from; one that is listed twice is sent twice as often."""
     clients: tuple[Client, ...] = ()
     addresses: tuple[str, ...] = ()
-    """Where those without a key come from."""
+    """Addresses of clients without a key."""
     agents: tuple[str, ...] = PEOPLE
     even: bool = False
-    """As programs do: one request after the other, always at the same distance."""
+    """True for requests at equal intervals, as programs send them."""
 
 
 class Visit(NamedTuple):
-    """One request, so many seconds after the opening."""
+    """One request, and the seconds since the start at which it is sent."""
 
     at: float
     habit: str
@@ -112,17 +112,17 @@ class Visit(NamedTuple):
 
 
 def wave(low: float, high: float, seconds: float, *, begins: float = 0.0) -> Callable[[float], float]:
-    """Comes and goes, once in so many seconds."""
+    """A rate that rises and falls with this period in seconds."""
     return lambda at: low + (high - low) * (1 - math.cos(2 * math.pi * (at - begins) / seconds)) / 2
 
 
 def now_and_then(rate: float, *, first: float, lasts: float, every: float) -> Callable[[float], float]:
-    """Nothing, but for some seconds of each so many."""
+    """A rate that is zero except for some seconds of each period."""
     return lambda at: rate if at >= first and (at - first) % every < lasts else 0.0
 
 
 def full_at_once(rate: float, *, at_first: float, lasts: float) -> Callable[[float], float]:
-    """Uses up what there is in the first seconds, and then lives on what comes in."""
+    """A burst in the first seconds, then the rate at which the limit refills."""
     return lambda at: at_first if at < lasts else rate
 
 
@@ -133,7 +133,7 @@ HABITS = (
     Habit("writers", wave(0.1, 0.5, 50), 0.5, (COMPLETE,), PRO, agents=("assistant/2.1",)),
     Habit("enterprise", wave(6, 14, 150, begins=60), 14, (POSTS, SEARCH), ENTERPRISE, agents=("globex-sync/4.2",)),
     Habit("launch", now_and_then(22, first=18, lasts=16, every=80), 22, (POSTS, POSTS, SEARCH), (FESTIVAL,)),
-    # 60 a minute is what it has, and 61 what it wants: there is hardly ever anything left.
+    # It has 60 per minute and sends 61, so it is always near its limit.
     Habit("at its limit", full_at_once(61 / 60, at_first=10, lasts=6.5), 10, (POSTS,), (CAFE,), even=True),
     Habit("payments", lambda _: 9.5 / 60, 9.5 / 60, (PAY,), PRO[:1], agents=("till/1.0",), even=True),
     Habit("webhooks", wave(0.5, 2, 40), 2, (Ask("POST", "/webhooks/git"),), addresses=(FORGE,), agents=("forge/8",)),
@@ -152,7 +152,7 @@ HABITS = (
 
 
 def visits(seed: int = 1) -> Iterator[Visit]:
-    """All visits in the order of their times, without end; at most `MOST_A_SECOND` in any second of the plan."""
+    """All requests in the order of their times, without end; at most `MOST_A_SECOND` in any second."""
     second, sent = 0, 0
     for visit in merge(*(_visits_of(habit, seed) for habit in HABITS), key=lambda each: each.at):
         if int(visit.at) != second:
@@ -163,7 +163,7 @@ def visits(seed: int = 1) -> Iterator[Visit]:
 
 
 def _visits_of(habit: Habit, seed: int) -> Iterator[Visit]:
-    """A Poisson process with a rate that changes, thinned out from its highest; or, without chance, an even one."""
+    """A Poisson process with a changing rate, by thinning; or even intervals."""
     dice = Random(f"{seed} {habit.name}")
     at = dice.random() / habit.most
     while True:
@@ -180,7 +180,7 @@ def _visits_of(habit: Habit, seed: int) -> Iterator[Visit]:
 
 
 class Crowd:
-    """Sends the visits of a plan at their times. What the shop does not take in time is left out: nothing piles up."""
+    """Sends requests at their times. Those that the shop does not accept in time are dropped instead of queued."""
 
     def __init__(self, host: str, port: int, *, seed: int) -> None:
         self._address = host, port
@@ -198,7 +198,7 @@ class Crowd:
             if early > 0:
                 time.sleep(early)
             elif early < -1:
-                opened -= early  # the machine was asleep: what was missed stays missed
+                opened -= early  # the machine was suspended: skip what was missed
             with suppress(queue.Full):
                 self._waiting.put_nowait(visit)
 
@@ -215,17 +215,19 @@ class Crowd:
                 if not sent % REQUESTS_ON_ONE:
                     connection.close()
             except (OSError, HTTPException):
-                connection.close()  # and the next visit opens another
+                connection.close()  # the next request opens another
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Send visitors until nobody holds the other end of standard input."""
-    parser = argparse.ArgumentParser("python -m examples.shop.crowd", description="Visitors of the example shop.")
+    """Send requests until standard input is closed."""
+    parser = argparse.ArgumentParser(
+        "python -m examples.shop.simulated_clients", description="Send simulated traffic to the example shop."
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the shop, and this ends with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the shop, which ends this process
     threading.Thread(target=_visit, args=(options.host, options.port, options.seed), daemon=True).start()
     while os.read(sys.stdin.fileno(), 1024):
         pass

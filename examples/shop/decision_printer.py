@@ -1,4 +1,4 @@
-"""Each decision as one line, as it is made."""
+"""Prints each decision as a line in the terminal."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ __all__ = ["BOLD", "DIM", "GREEN", "MARK", "RED", "YELLOW", "line", "paint", "sh
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 
 MARK = "x-crowd"
-"""The header field by which the shop knows the visitors that it sends itself."""
+"""The header field that marks simulated clients, whose decisions are not printed."""
 
 WIDEST = 120
-"""Columns that a whole line takes; a narrower terminal gets one without the time, the tier and the cost."""
+"""Width of a complete line; narrower terminals get one without time, tier and cost."""
 
 
-def show(arrival: RequestInfo, admission: Admission) -> None:
-    """Print a decision: what `on_decision=` calls. The crowd would drown all others."""
-    if arrival.header(MARK):
+def show(request: RequestInfo, admission: Admission) -> None:
+    """Print a decision, as `on_decision=`; those of simulated clients are left out."""
+    if request.header(MARK):
         return
-    # One write for each line: several workers share the terminal.
-    sys.stdout.write(line(arrival, admission, datetime.now().astimezone()) + "\n")
+    # One write per line, as several workers share the terminal.
+    sys.stdout.write(line(request, admission, datetime.now().astimezone()) + "\n")
     sys.stdout.flush()
 
 
-def line(arrival: RequestInfo, admission: Admission, now: datetime) -> str:
-    """When, what was decided, on what, whose it was, what it cost, and what is left."""
+def line(request: RequestInfo, admission: Admission, now: datetime) -> str:
+    """A line with time, decision, request, client, cost and remaining quota."""
     answer, style = _answer(admission)
     answer = paint(f"{answer:<22}", style)
-    method, path = _safe(arrival.method, 6), _safe(arrival.path, 14)
+    method, path = _safe(request.method, 6), _safe(request.path, 14)
     who = tier = cost = left = ""
     resolution, decision = admission.resolution, admission.decision
     if resolution is not None:
@@ -51,7 +51,7 @@ def line(arrival: RequestInfo, admission: Admission, now: datetime) -> str:
 
 
 def paint(text: str, style: str) -> str:
-    """In colour where somebody looks, and plain where a file or a pipe does."""
+    """The text in colour at a terminal, plain elsewhere."""
     coloured = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
     return f"\x1b[{style}m{text}\x1b[0m" if coloured else text
 
@@ -70,19 +70,19 @@ def _answer(admission: Admission) -> tuple[str, str]:
 
 
 def _is_unknown(admission: Admission) -> bool:
-    """Whether the store is away, and nobody counts in its place: then there is nothing to say of what is left."""
+    """True if the store is unavailable and no local share counts: the remaining quota is unknown."""
     resolution, decision = admission.resolution, admission.decision
     is_counted_here = resolution is not None and resolution.route.on_failure == "local"
     return decision is not None and decision.degraded is not None and not is_counted_here
 
 
 def _who(resolution: Resolution) -> str:
-    """What the client is known by. Of a key there is only a hash, and of that a piece is enough."""
+    """The client in short; for an API key, the beginning of its hash."""
     who = resolution.who
     return f"key {who['api_key'][-6:]}" if "api_key" in who else _safe(who.get("user") or who["ip"], 15)
 
 
 def _safe(text: str, width: int) -> str:
-    """What a client has sent, fit for a terminal: short, and without anything that would move its cursor."""
+    """A text from a client, shortened and without control characters."""
     shown = "".join([letter if letter.isprintable() else "?" for letter in text])
     return shown if len(shown) <= width else f"{shown[: width - 2]}.."
