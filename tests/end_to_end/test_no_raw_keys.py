@@ -35,12 +35,12 @@ from headgate import HeadgateError, Limit, Limiter, cli
 from headgate.adapters.wsgi import HeadgateMiddleware
 from headgate.control.admin import AdminServer, Tokens
 from headgate.control.admin.pages import READS
-from headgate.control.anomalies.detector import AnomalyDetector, AnomalyLog
-from headgate.control.anomalies.webhook import Webhook
+from headgate.control.anomalies.detector import ANOMALY_QUEUE, AnomalyDetector, AnomalyLog
 from headgate.control.config import ConfigStore
 from headgate.control.config.watcher import ConfigSource
 from headgate.control.service import Actor, ChangeContext, ClientRef, OverrideSpec
 from headgate.control.service.service import AdminService
+from headgate.control.webhooks import Webhook
 from headgate.policy import read
 from headgate.policy.api_keys import ApiKeyHasher
 from headgate.quotas import Ledger
@@ -387,7 +387,7 @@ def change_things(town: Town) -> None:
         town.clock.set_us((town.clock.now_us() // MINUTE_US + 1) * MINUTE_US + 20_000_000)
         town.reporter.report()
         town.watcher.check()
-    assert town.watcher._webhook.deliver(town.config.engine, town.clock) == 1
+    assert town.watcher._webhook.deliver(ANOMALY_QUEUE, town.config.engine, town.clock) == 1
 
 
 def be_clumsy(town: Town, *, briefly: bool) -> None:

@@ -180,7 +180,7 @@ def _watchers(arguments: Namespace, fleet: dict[str, Any], store: Any) -> list[A
             raise InvalidInput("--webhook needs --store, which has the traffic of the nodes")
         return []
     from headgate.control.anomalies.detector import AnomalyDetector
-    from headgate.control.anomalies.webhook import Webhook
+    from headgate.control.webhooks import Webhook
 
     webhook = None
     if arguments.webhook is not None:

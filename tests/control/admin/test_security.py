@@ -25,9 +25,8 @@ from headgate.cli import main
 from headgate.control.admin import AdminServer, Tokens, create_app, serve
 from headgate.control.admin.middleware import HostAndSecurityHeaders, credential_identity
 from headgate.control.admin.sessions import Sessions
-from headgate.control.anomalies.detector import AnomalyDetector
+from headgate.control.anomalies.detector import ANOMALY_QUEUE, AnomalyDetector
 from headgate.control.anomalies.tables import ANOMALIES
-from headgate.control.anomalies.webhook import Webhook
 from headgate.control.config import ConfigStore, ConfigUnavailable
 from headgate.control.config.engine import read_transaction, write_transaction
 from headgate.control.config.tables import AUDIT
@@ -35,6 +34,7 @@ from headgate.control.service import Actor, AdminService, ChangeContext, ClientR
 from headgate.control.service import service as service_module
 from headgate.control.service.errors import LogUnavailable, NeedsConfirmation, NotAllowed, NotFound
 from headgate.control.service.redaction import words_like_keys
+from headgate.control.webhooks import Webhook
 from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput, StoreUnavailable
 from headgate.gate.gate import Gate
 from headgate.policy import read
@@ -822,7 +822,7 @@ def test_webhooks_answer_writes_no_lines_into_the_log(place: Place, caplog: pyte
 
     webhook.send = answered  # type: ignore[method-assign] # what the other side says
     with caplog.at_level(logging.WARNING, logger="headgate"):
-        assert webhook.deliver(place.config.engine, place.clock) == 0
+        assert webhook.deliver(ANOMALY_QUEUE, place.config.engine, place.clock) == 0
     (told,) = caplog.messages
     assert told.isprintable()
     assert len(told) < 400

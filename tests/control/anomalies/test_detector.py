@@ -9,8 +9,7 @@ import shutil
 import threading
 import warnings
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -18,9 +17,10 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import select, update
 
 from headgate import InvalidConfiguration, StoreError
+from headgate.control import webhooks
 from headgate.control.admin import Tokens
 from headgate.control.admin.app import create_app
-from headgate.control.anomalies import baseline, webhook
+from headgate.control.anomalies import baseline
 from headgate.control.anomalies.baseline import (
     DAY,
     Baseline,
@@ -30,12 +30,12 @@ from headgate.control.anomalies.baseline import (
     percentile,
     read_histories,
 )
-from headgate.control.anomalies.detector import Anomaly, AnomalyDetector, AnomalyLog, MinuteTotal, detect
+from headgate.control.anomalies.detector import ANOMALY_QUEUE, Anomaly, AnomalyDetector, AnomalyLog, MinuteTotal, detect
 from headgate.control.anomalies.tables import ANOMALIES, CLIENT_DAYS, METADATA, WATCHED_DAYS
-from headgate.control.anomalies.webhook import Webhook, sign, verify
 from headgate.control.config import ConfigStore
 from headgate.control.config.engine import read_transaction, write_transaction
 from headgate.control.service import AdminService
+from headgate.control.webhooks import Webhook, sign, verify
 from headgate.gate.gate import Gate
 from headgate.policy import read
 from headgate.telemetry.fleet.reporter import StatusReporter
@@ -44,6 +44,7 @@ from headgate.telemetry.pseudonyms import Pseudonymizer
 from headgate.testing import FakeRequest
 from support.anomaly_fleet import CLIENT, MINUTE_US, START, AnomalyFleet
 from support.servers import wait_until
+from support.webhook_receiver import WebhookReceiver
 
 with warnings.catch_warnings(action="ignore"):  # it works as well with httpx as with the newer httpx2
     from starlette.testclient import TestClient
@@ -351,51 +352,10 @@ def test_migrations_make_the_tables_that_are_used(any_fleet: AnomalyFleet) -> No
 # ------------------------------------------------------------------ webhooks
 
 
-class Call(NamedTuple):
-    path: str
-    headers: dict[str, str]
-    body: bytes
-
-
-class Receiver:
-    """A server that answers as it is told to."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.answers: list[tuple[int, dict[str, str]]] = []
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                receiver.calls.append(
-                    Call(self.path, {name.lower(): value for name, value in self.headers.items()}, body)
-                )
-                status, headers = receiver.answers.pop(0) if receiver.answers else (204, {})
-                if status == 0:
-                    return  # hangs up without a word
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
-
-            do_GET = do_POST  # noqa: N815 - as the library names it
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/hook"
-
-
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    made = Receiver()
-    thread = threading.Thread(target=made.server.serve_forever, args=(0.01,))
-    thread.start()
-    yield made
-    made.server.shutdown()
-    thread.join()
-    made.server.server_close()
+def receiver() -> Iterator[WebhookReceiver]:
+    with WebhookReceiver() as made:
+        yield made
 
 
 def raised(fleet: AnomalyFleet) -> Anomaly:
@@ -406,10 +366,10 @@ def raised(fleet: AnomalyFleet) -> Anomaly:
     return anomaly
 
 
-def test_anomaly_is_sent_once_signed_and_with_its_id(any_fleet: AnomalyFleet, receiver: Receiver) -> None:
+def test_anomaly_is_sent_once_signed_and_with_its_id(any_fleet: AnomalyFleet, receiver: WebhookReceiver) -> None:
     anomaly, webhook = raised(any_fleet), Webhook(receiver.url, SECRET)
-    assert webhook.deliver(any_fleet.store.engine, any_fleet.clock) == 1
-    assert webhook.deliver(any_fleet.store.engine, any_fleet.clock) == 0
+    assert webhook.deliver(ANOMALY_QUEUE, any_fleet.store.engine, any_fleet.clock) == 1
+    assert webhook.deliver(ANOMALY_QUEUE, any_fleet.store.engine, any_fleet.clock) == 0
     (call,) = receiver.calls
     said = json.loads(call.body)
     assert (call.path, said["type"], said["id"]) == ("/hook", "step-change", anomaly.id)
@@ -431,7 +391,7 @@ def request_number(number: int, *, alike: bool) -> FakeRequest:
 
 @pytest.mark.parametrize(("alike", "verdict"), [(True, "one bot"), (False, "people")])
 def test_from_a_request_to_the_webhook_and_the_overview(
-    fleet: AnomalyFleet, receiver: Receiver, alike: bool, verdict: str
+    fleet: AnomalyFleet, receiver: WebhookReceiver, alike: bool, verdict: str
 ) -> None:
     """Two busy minutes of a tenant that has had a request in each minute so far, of one kind or the other."""
     policy = read("limits: [{name: requests, by: tenant, bucket: 50/minute}]")
@@ -461,7 +421,7 @@ def test_from_a_request_to_the_webhook_and_the_overview(
         (anomaly,) = found
         assert (anomaly.kind, anomaly.label, anomaly.count, anomaly.usual) == ("tenant", "tenant acme", 1000, 1)
         assert anomaly.verdict == verdict
-        assert webhook.deliver(fleet.store.engine, fleet.clock) == 1
+        assert webhook.deliver(ANOMALY_QUEUE, fleet.store.engine, fleet.clock) == 1
         said = json.loads(receiver.calls[0].body)
         assert said["step"] == anomaly.as_dict()
         assert said["step"]["verdict"] == verdict
@@ -491,7 +451,7 @@ def test_from_a_request_to_the_webhook_and_the_overview(
 )
 def test_what_is_not_taken_is_sent_again_later(
     fleet: AnomalyFleet,
-    receiver: Receiver,
+    receiver: WebhookReceiver,
     answer: tuple[int, dict[str, str]],
     error: str,
     caplog: pytest.LogCaptureFixture,
@@ -503,47 +463,49 @@ def test_what_is_not_taken_is_sent_again_later(
     caplog.clear()
     with caplog.at_level(logging.WARNING, "headgate"):
         for _ in range(4):
-            assert webhook.deliver(engine, fleet.clock) == 0
-            assert webhook.deliver(engine, fleet.clock) == 0  # it is not due
+            assert webhook.deliver(ANOMALY_QUEUE, engine, fleet.clock) == 0
+            assert webhook.deliver(ANOMALY_QUEUE, engine, fleet.clock) == 0  # it is not due
             (row,) = fleet.rows()
             assert row.error == error
             fleet.clock.set_us(row.next_us)
-        assert webhook.deliver(engine, fleet.clock) == 1
+        assert webhook.deliver(ANOMALY_QUEUE, engine, fleet.clock) == 1
     assert len(receiver.calls) == 5
     assert {call.path for call in receiver.calls} == {"/hook"}
     assert len({call.headers["headgate-event-id"] for call in receiver.calls}) == 1
     assert (1 + 2 + 4 + 8) * 1_000_000 <= fleet.clock.now_us() - before <= (2 + 4 + 8 + 16) * 1_000_000
     assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "the webhook did not accept an anomaly",
+        "the webhook did not accept an event",
         "the webhook accepts requests again",
     ]
 
 
 def test_pauses_grow_up_to_an_hour_and_are_spread() -> None:
-    pauses = [[webhook.backoff_s(attempts) for _ in range(50)] for attempts in range(40)]
+    pauses = [[webhooks.backoff_s(attempts) for _ in range(50)] for attempts in range(40)]
     for attempts, each in enumerate(pauses):
         longest = min(2.0 * 2**attempts, 3600.0)
         assert longest / 2 <= min(each) < max(each) <= longest
 
 
-def test_after_a_day_or_when_the_receiver_is_gone_it_is_given_up(fleet: AnomalyFleet, receiver: Receiver) -> None:
+def test_after_a_day_or_when_the_receiver_is_gone_it_is_given_up(
+    fleet: AnomalyFleet, receiver: WebhookReceiver
+) -> None:
     raised(fleet)
     receiver.answers = [(410, {})]
     webhook, engine = Webhook(receiver.url, SECRET), fleet.store.engine
-    webhook.deliver(engine, fleet.clock)
+    webhook.deliver(ANOMALY_QUEUE, engine, fleet.clock)
     assert [(row.next_us, row.error) for row in fleet.rows()] == [(None, "HTTP status 410")]
     with write_transaction(engine) as connection:
         connection.execute(update(ANOMALIES).values(next_us=0))
     fleet.clock.advance(86_400)
-    assert webhook.deliver(engine, fleet.clock) == 0
+    assert webhook.deliver(ANOMALY_QUEUE, engine, fleet.clock) == 0
     assert [(row.next_us, row.attempts) for row in fleet.rows()] == [(None, 1)]
     assert len(receiver.calls) == 1
 
 
 def test_of_too_many_that_wait_the_oldest_are_given_up(
-    fleet: AnomalyFleet, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    fleet: AnomalyFleet, receiver: WebhookReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhook, "MAX_PENDING", 3)
+    monkeypatch.setattr(webhooks, "MAX_PENDING", 3)
     anomaly = raised(fleet)
     (row,) = fleet.rows()
     with write_transaction(fleet.store.engine) as connection:
@@ -555,15 +517,16 @@ def test_of_too_many_that_wait_the_oldest_are_given_up(
                 "key": f"{number}",
             }
             connection.execute(ANOMALIES.insert().values(values))
-    assert Webhook(receiver.url, SECRET).deliver(fleet.store.engine, fleet.clock) == 3
+    assert Webhook(receiver.url, SECRET).deliver(ANOMALY_QUEUE, fleet.store.engine, fleet.clock) == 3
     assert len(receiver.calls) == 3
 
 
-def test_two_senders_never_send_the_same_at_the_same_time(any_fleet: AnomalyFleet, receiver: Receiver) -> None:
+def test_two_senders_never_send_the_same_at_the_same_time(any_fleet: AnomalyFleet, receiver: WebhookReceiver) -> None:
     raised(any_fleet)
     senders = [Webhook(receiver.url, SECRET) for _ in range(4)]
     threads = [
-        threading.Thread(target=sender.deliver, args=(any_fleet.store.engine, any_fleet.clock)) for sender in senders
+        threading.Thread(target=sender.deliver, args=(ANOMALY_QUEUE, any_fleet.store.engine, any_fleet.clock))
+        for sender in senders
     ]
     for thread in threads:
         thread.start()
@@ -573,9 +536,9 @@ def test_two_senders_never_send_the_same_at_the_same_time(any_fleet: AnomalyFlee
 
 
 def test_what_waits_is_sent_after_a_restart_by_a_watcher(
-    fleet: AnomalyFleet, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    fleet: AnomalyFleet, receiver: WebhookReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhook, "CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(webhooks, "CHECK_INTERVAL_S", 0.01)
     raised(fleet)
     watcher = AnomalyDetector(fleet.board, fleet.store, webhook=Webhook(receiver.url, SECRET), clock=fleet.clock)
     watcher.start()
@@ -586,7 +549,7 @@ def test_what_waits_is_sent_after_a_restart_by_a_watcher(
 
 def test_unreachable_webhook_is_recorded_as_a_failure(fleet: AnomalyFleet) -> None:
     raised(fleet)
-    assert Webhook("http://127.0.0.1:1/", SECRET).deliver(fleet.store.engine, fleet.clock) == 0
+    assert Webhook("http://127.0.0.1:1/", SECRET).deliver(ANOMALY_QUEUE, fleet.store.engine, fleet.clock) == 0
     assert "refused" in fleet.rows()[0].error
 
 
@@ -630,9 +593,9 @@ def test_signatures_are_verified_in_all_their_parts() -> None:
 
 
 def test_no_proxy_leads_to_this_machine(
-    fleet: AnomalyFleet, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    fleet: AnomalyFleet, receiver: WebhookReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
     raised(fleet)
-    assert Webhook(receiver.url, SECRET).deliver(fleet.store.engine, fleet.clock) == 1
+    assert Webhook(receiver.url, SECRET).deliver(ANOMALY_QUEUE, fleet.store.engine, fleet.clock) == 1

@@ -17,6 +17,7 @@ from headgate.control.anomalies.baseline import DAY, Baseline, read_histories
 from headgate.control.anomalies.tables import ANOMALIES, WATCHED_DAYS
 from headgate.control.config.engine import ConfigUnavailable, open_engine, read_transaction, write_transaction
 from headgate.control.config.migrations import migrate
+from headgate.control.webhooks import WebhookEvent, WebhookQueue
 from headgate.errors import StoreError
 from headgate.telemetry.fleet.aggregator import ClockAligner
 from headgate.telemetry.fleet.rollups import MINUTE_US, TrafficSketch, read_minute
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 
     from headgate.clock import Clock
     from headgate.control.anomalies.baseline import Client, TrafficHistory
-    from headgate.control.anomalies.webhook import Webhook
     from headgate.control.config import ConfigStore
+    from headgate.control.webhooks import Webhook
     from headgate.telemetry.fleet.status_store import StatusStore
 
-__all__ = ["Anomaly", "AnomalyDetector", "AnomalyLog", "MinuteTotal", "anomaly_from_row", "detect"]
+__all__ = ["ANOMALY_QUEUE", "Anomaly", "AnomalyDetector", "AnomalyLog", "MinuteTotal", "anomaly_from_row", "detect"]
 
 logger = logging.getLogger("headgate")
 
@@ -157,7 +158,7 @@ class AnomalyDetector:
             weakref.finalize(self, self._stop.set).atexit = False
             arguments: list[tuple[Any, ...]] = [(_check_forever, weakref.ref(self), self._stop)]
             if self._webhook is not None:
-                arguments.append((self._webhook.deliver_forever, self._engine, self._clock, self._stop))
+                arguments.append((self._webhook.deliver_forever, ANOMALY_QUEUE, self._engine, self._clock, self._stop))
             for target, *args in arguments:
                 thread = threading.Thread(target=target, args=args, name="headgate-anomalies", daemon=True)
                 thread.start()
@@ -321,6 +322,15 @@ def anomaly_from_row(row: Any, now_minute: int) -> Anomaly:
         times=times_usual(row.requests, row.usual),
         over=now_minute - row.last_over > COOLDOWN_MINUTES,
     )
+
+
+def _event(row: Any) -> WebhookEvent:
+    anomaly = anomaly_from_row(row, row.minute)
+    return WebhookEvent("step-change", anomaly.id, anomaly.at_us, {"step": anomaly.as_dict()})
+
+
+ANOMALY_QUEUE: Final = WebhookQueue(ANOMALIES, "minute", MINUTE_US, _event)
+"""The anomalies that wait for a webhook."""
 
 
 def times_usual(requests: int, usual: int) -> float:

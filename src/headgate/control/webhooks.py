@@ -1,4 +1,4 @@
-"""Delivers anomalies to a webhook: signed, retried until accepted, and persistent across restarts.
+"""Webhooks: events in tables, delivered signed, retried until accepted, and persistent across restarts.
 
 Receivers authenticate requests with `verify`.
 """
@@ -16,27 +16,24 @@ import urllib.error
 import urllib.request
 from datetime import UTC, datetime
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from sqlalchemy import select, update
 
 from headgate._fork import block_forks
-from headgate.control.anomalies.detector import anomaly_from_row
-from headgate.control.anomalies.tables import ANOMALIES
 from headgate.control.config.engine import ConfigUnavailable, read_transaction, write_transaction
 from headgate.errors import InvalidConfiguration
-from headgate.telemetry.fleet.rollups import MINUTE_US
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Callable
 
-    from sqlalchemy import Engine
+    from sqlalchemy import Engine, Table
 
     from headgate.clock import Clock
-    from headgate.control.anomalies.detector import Anomaly
 
-__all__ = ["SIGNATURE_HEADER", "Webhook", "sign", "verify"]
+__all__ = ["SIGNATURE_HEADER", "Webhook", "WebhookEvent", "WebhookQueue", "sign", "verify"]
 
 logger = logging.getLogger("headgate")
 
@@ -45,9 +42,9 @@ EVENT_ID_HEADER: Final = "Headgate-Event-Id"
 MIN_BACKOFF_S: Final = 2.0
 MAX_BACKOFF_S: Final = 3600.0
 MAX_AGE_US: Final = 86_400_000_000
-"""Older anomalies are not delivered."""
+"""Older events are not delivered."""
 MAX_PENDING: Final = 1_000
-"""Beyond this, the oldest undelivered anomalies are dropped."""
+"""Beyond this, the oldest undelivered events are dropped."""
 BATCH_SIZE: Final = 10
 CHECK_INTERVAL_S: Final = 1.0
 MIN_SECRET_BYTES: Final = 16
@@ -89,8 +86,35 @@ def _hash(body: bytes, secret: str | bytes, at: int) -> str:
     return hmac.new(key, b"%d.%b" % (at, body), hashlib.sha256).hexdigest()
 
 
+class WebhookEvent(NamedTuple):
+    """One message."""
+
+    type: str
+    id: str
+    """Identifies the event: a repeated message has the same one."""
+    at_us: int
+    content: dict[str, Any]
+    """The other fields of the message."""
+
+
+class WebhookQueue(NamedTuple):
+    """A table whose rows are events with the state of their delivery.
+
+    Its columns are `id`; `next_us`, the time of the next attempt, None for a row that is not pending; `attempts`;
+    `delivered_us` and `error`, both None at first.
+    """
+
+    table: Table
+    time: str
+    """The column with the time of the event."""
+    unit_us: int
+    """The unit of that column."""
+    event: Callable[[Any], WebhookEvent]
+    """The event of a row."""
+
+
 class Webhook:
-    """A webhook that receives anomalies; pass it to an `AnomalyDetector`."""
+    """A URL that receives events, such as those of an `AnomalyDetector`."""
 
     def __init__(self, url: str, secret: str | bytes, *, timeout: float = 10.0) -> None:
         """`secret` signs the requests: at least 16 bytes, shared with the receiver."""
@@ -115,16 +139,15 @@ class Webhook:
     def __repr__(self) -> str:
         return f"Webhook({urlsplit(self._url).hostname!r})"
 
-    def send(self, anomaly: Anomaly, *, now_us: int) -> None:
+    def send(self, event: WebhookEvent, *, now_us: int) -> None:
         """Send one request. Raises OSError if it is not accepted."""
-        at = datetime.fromtimestamp(anomaly.at_us / 1_000_000, UTC).isoformat()
-        event = {"type": "step-change", "id": anomaly.id, "at": at, "step": anomaly.as_dict()}
-        body = json.dumps(event).encode()
+        at = datetime.fromtimestamp(event.at_us / 1_000_000, UTC).isoformat()
+        body = json.dumps({"type": event.type, "id": event.id, "at": at, **event.content}).encode()
         headers = {
             "Content-Type": "application/json",
             "User-Agent": "headgate",
-            "Headgate-Event": "step-change",
-            EVENT_ID_HEADER: anomaly.id,
+            "Headgate-Event": event.type,
+            EVENT_ID_HEADER: event.id,
             SIGNATURE_HEADER: sign(body, self._secret, at=now_us // 1_000_000),
         }
         request = urllib.request.Request(self._url, body, headers, method="POST")
@@ -135,61 +158,62 @@ class Webhook:
             with error:
                 raise WebhookRejected(error.code) from None
 
-    def deliver(self, engine: Engine, clock: Clock) -> int:
-        """Send all due anomalies. Returns how many were accepted."""
+    def deliver(self, queue: WebhookQueue, engine: Engine, clock: Clock) -> int:
+        """Send all due events. Returns how many were accepted."""
         accepted = 0
-        for row in self._claim_due(engine, clock.now_us()):
+        for row in self._claim_due(queue, engine, clock.now_us()):
             try:
-                self.send(anomaly_from_row(row, row.minute), now_us=clock.now_us())
+                self.send(queue.event(row), now_us=clock.now_us())
             except (OSError, HTTPException, ValueError) as error:
-                self._reschedule(engine, row, error, clock.now_us())
+                self._reschedule(queue, engine, row, error, clock.now_us())
             else:
                 accepted += 1
-                _update(engine, row.id, delivered_us=clock.now_us(), next_us=None, error=None)
+                _update(queue, engine, row.id, delivered_us=clock.now_us(), next_us=None, error=None)
                 if self._is_failing:
                     logger.warning("the webhook accepts requests again")
                 self._is_failing = False
         return accepted
 
-    def deliver_forever(self, engine: Engine, clock: Clock, stop: threading.Event) -> None:
+    def deliver_forever(self, queue: WebhookQueue, engine: Engine, clock: Clock, stop: threading.Event) -> None:
         """Deliver until `stop` is set."""
         while not stop.wait(CHECK_INTERVAL_S):
             try:
-                self.deliver(engine, clock)
+                self.deliver(queue, engine, clock)
             except ConfigUnavailable:
-                pass  # logged by the detector; delivery continues later
+                pass  # logged by those who write the events; delivery continues later
             except Exception:  # keep running
                 logger.exception("webhook delivery failed")
 
-    def _claim_due(self, engine: Engine, now_us: int) -> list[Any]:
+    def _claim_due(self, queue: WebhookQueue, engine: Engine, now_us: int) -> list[Any]:
         """The rows to send now, reserved so that no other process sends them meanwhile."""
-        is_due = ANOMALIES.c.next_us <= now_us
+        table = queue.table
+        time_of, is_due = table.c[queue.time], table.c.next_us <= now_us
         with block_forks(), read_transaction(engine) as connection:
-            if connection.execute(select(ANOMALIES.c.id).where(is_due).limit(1)).scalar() is None:
+            if connection.execute(select(table.c.id).where(is_due).limit(1)).scalar() is None:
                 return []  # as usual, without a lock
         with block_forks(), write_transaction(engine) as connection:
-            pending = select(ANOMALIES.c.minute).where(ANOMALIES.c.next_us.is_not(None))
-            newest = pending.order_by(ANOMALIES.c.minute.desc())
-            beyond = connection.execute(newest.offset(MAX_PENDING).limit(1)).scalar()
-            oldest = max((now_us - MAX_AGE_US) // MINUTE_US, -1 if beyond is None else beyond)
-            connection.execute(update(ANOMALIES).where(ANOMALIES.c.minute <= oldest).values(next_us=None))
-            query = select(ANOMALIES).where(is_due).order_by(ANOMALIES.c.next_us).limit(BATCH_SIZE)
+            pending = select(time_of).where(table.c.next_us.is_not(None)).order_by(time_of.desc())
+            beyond = connection.execute(pending.offset(MAX_PENDING).limit(1)).scalar()
+            oldest = max((now_us - MAX_AGE_US) // queue.unit_us, -1 if beyond is None else beyond)
+            is_late = (time_of <= oldest) & table.c.next_us.is_not(None)
+            connection.execute(update(table).where(is_late).values(next_us=None))
+            query = select(table).where(is_due).order_by(table.c.next_us).limit(BATCH_SIZE)
             due = connection.execute(query).all()
             # Reserved long enough to send all of them one after the other, should each time out.
             next_us = now_us + round((self._timeout + 1) * 1_000_000 * len(due))
-            claim = update(ANOMALIES).where(ANOMALIES.c.id.in_([row.id for row in due]))
-            connection.execute(claim.values(next_us=next_us, attempts=ANOMALIES.c.attempts + 1))
+            claim = update(table).where(table.c.id.in_([row.id for row in due]))
+            connection.execute(claim.values(next_us=next_us, attempts=table.c.attempts + 1))
             return list(due)
 
-    def _reschedule(self, engine: Engine, row: Any, error: Exception, now_us: int) -> None:
+    def _reschedule(self, queue: WebhookQueue, engine: Engine, row: Any, error: Exception, now_us: int) -> None:
         # The message may contain the response: escape it, so that it cannot forge log lines.
         reason = ascii(str(error) or type(error).__name__)[1:-1][:200]
         if not self._is_failing:
-            logger.warning("the webhook did not accept an anomaly: %s; retrying for up to a day", reason)
+            logger.warning("the webhook did not accept an event: %s; retrying for up to a day", reason)
         self._is_failing = True
         is_final = isinstance(error, WebhookRejected) and error.status == HTTP_GONE
         next_us = None if is_final else now_us + round(backoff_s(row.attempts) * 1_000_000)
-        _update(engine, row.id, error=reason, next_us=next_us)
+        _update(queue, engine, row.id, error=reason, next_us=next_us)
 
 
 def backoff_s(attempts: int) -> float:
@@ -224,6 +248,6 @@ def _opener(host: str) -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(*handlers)
 
 
-def _update(engine: Engine, id: str, **values: Any) -> None:
+def _update(queue: WebhookQueue, engine: Engine, id: str, **values: Any) -> None:
     with block_forks(), write_transaction(engine) as connection:
-        connection.execute(update(ANOMALIES).where(ANOMALIES.c.id == id).values(values))
+        connection.execute(update(queue.table).where(queue.table.c.id == id).values(values))
