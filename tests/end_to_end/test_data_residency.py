@@ -115,13 +115,13 @@ def exercise(world: Planet) -> None:
     world.ask_all()
     for region in world.gates:
         for name in ("exchanged", "home-decides"):
-            wait_until(lambda region=region, name=name: world.used(region, name, 0), f"{name} in {region}", timeout=20)
+            wait_until(lambda region=region, name=name: world.used(region, name, 0), f"{name} in {region}")
     (key,) = [key for key in resolved(world.gates["eu"], 1) if key.limit.name == "exchanged"]
     world.gates["eu"]._limiter.reset(key)
     for kind, value in BLOCKED.items():
         world.gates["us"].block(kind, value, reason=f"{value} scrapes")
     for kind, value in BLOCKED.items():
-        wait_until(lambda kind=kind, value=value: world.is_blocked("eu", kind, value), f"{kind} blocked", timeout=20)
+        wait_until(lambda kind=kind, value=value: world.is_blocked("eu", kind, value), f"{kind} blocked")
 
 
 def resolved(gate: Gate, tenant: int) -> Any:
@@ -168,7 +168,7 @@ limits:
         world.ask_all()
         world.gates["us"].block("ip", BLOCKED["ip"])
         world.gates["us"].block("tenant", BLOCKED["tenant"])
-        wait_until(lambda: world.is_blocked("eu", "tenant", BLOCKED["tenant"]), "the tenant to be blocked", timeout=20)
+        wait_until(lambda: world.is_blocked("eu", "tenant", BLOCKED["tenant"]), "the tenant to be blocked")
         assert world.is_blocked("us", "ip", BLOCKED["ip"])
         assert not world.is_blocked("eu", "ip", BLOCKED["ip"])
         crossed = world.crossed

@@ -63,7 +63,7 @@ class Regions:
         for region, cost in tokens.items():
             assert self.limiters[region].check(EXCHANGED.by(), cost=cost).allowed
             self.limiters[region].check(LEASED.by())
-        wait_until(self._is_exchanged, "the exchange of usage", timeout=20)
+        wait_until(self._is_exchanged, "the exchange of usage")
 
     def _is_exchanged(self) -> bool:
         regions = self.service.regions.overview().regions

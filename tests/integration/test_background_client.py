@@ -720,7 +720,7 @@ def test_flood_of_forged_messages_costs_few_reads(
                 forge(f'block {{"kind":"user","value":"{number}"}}')
             forge("forget a:b:c")
         background.block("user", "genuine")
-        wait_until(lambda: "genuine" in heard.values(), "the genuine block", timeout=10)
+        wait_until(lambda: "genuine" in heard.values(), "the genuine block")
         seconds = time.monotonic() - start
         assert heard.values() == {"before", "genuine"}
         assert len([read for read in heard.reads if read is not None]) <= seconds / pubsub.READ_INTERVAL_S + 1
@@ -836,8 +836,8 @@ def test_connection_that_is_silent_is_lost(
         time.sleep(4.5)  # it is asked for a word, and says one
         assert not heard.lost
         with paused(server):
-            wait_until(lambda: heard.lost, "the silence to be noticed", timeout=8)
-        wait_until(lambda: heard.connected == 2, "the connection", timeout=8)
+            wait_until(lambda: heard.lost, "the silence to be noticed")
+        wait_until(lambda: heard.connected == 2, "the connection")
     assert "did not answer to PING" in str(heard.lost[0])
 
 
@@ -860,7 +860,7 @@ def test_server_that_is_no_primary_any_more_is_left(
         assert isinstance(topology, Cluster)
         # As another thread may have learned.
         topology._slots = {slot: Node(HOST, 1) for slot in range(16384)}
-        wait_until(lambda: heard.connected == 2, "another connection", timeout=8)
+        wait_until(lambda: heard.connected == 2, "another connection")
     assert "not a primary" in str(heard.lost[0])
 
 

@@ -69,4 +69,4 @@ def test_event_listener_may_close_the_limiter(server: RedisServer, unique: str) 
     limiter = Limiter(server.url, on_failure="open", budget=BUDGET, on_event=on_event)
     with paused(server):
         open_breaker(limiter, key)
-    wait_until(lambda: "closed" in told, "the limiter to be closed", timeout=5)
+    wait_until(lambda: "closed" in told, "the limiter to be closed")

@@ -64,7 +64,7 @@ def survive(primary: RedisServer, key: Key, patient: Limiter, quick: Looped, *, 
         raise AssertionError(f"no answer {within} s after the primary died")
     assert failed > 0
     assert degraded > 0
-    wait_until(lambda: quick.check(key, cost=0).degraded is None, "exact answers again", timeout=5)
+    wait_until(lambda: quick.check(key, cost=0).degraded is None, "exact answers again")
     admitted += sum(patient.check(key).allowed for _ in range(100))
     # All writes had been replicated, so none is lost; a call that failed may have been counted all the same.
     assert 100 - failed <= admitted <= 100
@@ -98,7 +98,7 @@ def take_over(replica: RedisServer) -> None:
         with replica.client() as client:
             client.execute_command("CLUSTER", "FAILOVER")
         with suppress(TimeoutError):
-            return wait_until(lambda: is_primary(replica), "the replica to take over", timeout=6)
+            return wait_until(lambda: is_primary(replica), "the replica to take over")
     raise AssertionError("the replica was not let take over")
 
 

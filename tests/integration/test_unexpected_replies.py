@@ -262,7 +262,7 @@ def test_connection_that_was_out_of_step_counts_as_a_failure_of_its_server(
             gate.idle(0.01)
             return not gate.health().shards[0].ready
 
-        wait_until(is_open, "the breaker to open", timeout=10)
+        wait_until(is_open, "the breaker to open")
 
 
 @pytest.mark.parametrize("reply", [b"*1\r\n:5\r\n", b"*5\r\n:1\r\n+a\r\n+b\r\n:1\r\n:1\r\n", b":7\r\n"])

@@ -53,7 +53,7 @@ def test_report_shows_usage_and_held_tokens(urls: dict[str, str], limiters: dict
         eu, us = report().regions
         return (eu.imports[0].known, us.imports[0].known, eu.owed, us.owed) == (12, 30, 0, 0) and eu.held > 0
 
-    wait_until(is_exchanged, "the exchange of usage", timeout=20)
+    wait_until(is_exchanged, "the exchange of usage")
     found = report()
     eu, us = found.regions
     assert (eu.name, eu.is_home, us.name, us.is_home) == ("eu", True, "us", False)
@@ -124,7 +124,7 @@ def test_overview_has_the_shared_limits_of_the_policy(
     def exchanged() -> Any:
         return read_region_overview(policy, namespace=unique).limits[0]
 
-    wait_until(lambda: exchanged().used == {"us": 7}, "shared usage", timeout=20)
+    wait_until(lambda: exchanged().used == {"us": 7}, "shared usage")
     overview = read_region_overview(policy, namespace=unique)
     assert [(each.name, each.mode, each.bound, each.over) for each in overview.limits] == [
         ("exchanged", "reconciled", 1000, 0),

@@ -363,7 +363,7 @@ class _Sentinel(RedisServer):
         return [_server_binary(self.kind), f"{self._configuration}", "--sentinel"]
 
 
-def wait_until(condition: Callable[[], object], what: str, *, timeout: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, *, timeout: float = 60.0) -> None:
     """Return as soon as `condition()` is true; after `timeout` seconds, a TimeoutError that names `what`."""
     deadline = time.monotonic() + timeout
     while not condition():
