@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -114,13 +116,22 @@ def test_log_comes_from_a_pipe(folder: Path) -> None:
 
 
 def test_terminal_shows_progress_only_while_it_lasts(folder: Path) -> None:
-    with (folder / "long.log").open("w") as log:
-        log.writelines(line(at % 60, f"10.0.{at % 200}.{at % 7}") for at in range(60_000))
-    with PseudoTerminal(folder, "replay", "policy.yaml", "long.log") as terminal:
+    os.mkfifo(folder / "endless.log")
+    is_shown = threading.Event()
+
+    def write_log() -> None:
+        with (folder / "endless.log").open("w") as log:
+            while not is_shown.is_set():
+                log.writelines(line(at % 60, f"10.0.{at % 200}.{at % 7}") for at in range(100))
+
+    writer = threading.Thread(target=write_log)
+    writer.start()
+    with PseudoTerminal(folder, "replay", "policy.yaml", "endless.log") as terminal:
+        terminal.until("replaying")
+        is_shown.set()
         assert terminal.end() == 0
-    shown = terminal.shown
-    assert "replaying" in shown
-    assert shown.rindex("\x1b[K") < shown.index("rejected")
+    writer.join()
+    assert terminal.shown.rindex("\x1b[K") < terminal.shown.index("rejected")
 
 
 def test_empty_log_is_no_error(call: Callable[..., tuple[int, str, str]], folder: Path) -> None:
