@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate import InvalidConfiguration, InvalidCost, InvalidInput
-from headgate.quotas import Ledger, LedgerUnavailable, QuotaMeter, UsageRecord
+from headgate.quotas import Ledger, LedgerUnavailable, MeterReservation, QuotaMeter, UsageRecord
 from headgate.quotas.entries import derived_id
 from support.processes import run_in_child
 
@@ -314,6 +314,83 @@ def test_journal_that_cannot_be_written_is_named(ledger: Ledger, tmp_path: Path)
     (tmp_path / "file").touch()
     with pytest.raises(InvalidConfiguration, match="file: cannot be written"):
         QuotaMeter(ledger, journal=tmp_path / "file")
+
+
+def test_requests_wait_for_an_answer_without_a_thread(ledger: Ledger) -> None:
+    ledger.grant("acme", 10)
+    with QuotaMeter(ledger, wait_s=20) as meter:
+        answered = threading.Event()
+        assert meter.try_reserve("acme", 1, waiter=answered.set) == "pending"
+        assert answered.wait(20)
+        made = meter.try_reserve("acme", 2)
+        assert isinstance(made, MeterReservation)
+        assert made.paid_by == (("grant", 2),)
+        assert meter.try_reserve("globex", 1, waiter=answered.set) == "pending"
+        assert meter.reserve("globex", 1) is None
+        assert meter.try_reserve("globex", 1) == "exhausted"
+        made.commit(1)
+        meter.flush()
+        assert meter.balance("acme").remaining == 9
+        assert meter.balance("globex") == (0, 0)
+    assert ledger.balance("acme") == 9
+
+
+def test_reservation_that_two_requests_share_is_committed_by_either(ledger: Ledger) -> None:
+    ledger.grant("acme", 10)
+    with QuotaMeter(ledger, wait_s=20) as meter:
+        first, second = (meter.reserve("acme", 2, id="r1") for _ in range(2))
+        assert first is not None
+        assert first is second
+        first.void()  # the limits denied one of them
+        second.commit(2)  # type: ignore[union-attr]
+        third, fourth = (meter.reserve("acme", 2, id="r2") for _ in range(2))
+        assert third is not None
+        third.commit(2)
+        fourth.void()  # type: ignore[union-attr]
+        fifth, sixth = (meter.reserve("acme", 2, id="r3") for _ in range(2))
+        fifth.void()  # type: ignore[union-attr]
+        sixth.void()  # type: ignore[union-attr]
+        assert meter.balance("acme").remaining == 6
+    assert ledger.summary("acme").charged == 4
+
+
+def test_meter_reports_when_the_ledger_is_lost_and_back(ledger: Ledger, outage: threading.Event) -> None:
+    changes: list[bool] = []
+    with QuotaMeter(
+        ledger, wait_s=20, write_interval_s=60, on_change=lambda error: changes.append(error is None)
+    ) as meter:
+        outage.set()
+        assert meter.try_reserve("acme", 1) == "pending"
+        meter.flush()
+        meter.flush()
+        assert meter.try_reserve("acme", 1) == "unavailable"
+        assert isinstance(meter.try_reserve("acme", 1, outage_units=1), MeterReservation)
+        assert meter.try_reserve("acme", 1, outage_units=1) == "unavailable"
+        outage.clear()
+        meter.flush()
+    assert changes == [False, True]
+
+
+def test_idle_accounts_are_forgotten(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger.grant("acme", 10, source="credit")
+    with QuotaMeter(ledger, wait_s=20, write_interval_s=60) as meter:
+        assert meter.charge("acme", 1)
+        assert not meter.charge("globex", 1)
+        monkeypatch.setattr("headgate.quotas.meter.IDLE_S", -1.0)
+        meter.flush()
+        meter.flush()
+        assert meter.balance("acme") == meter.balance("globex") == (0, 0)
+        monkeypatch.undo()
+        assert meter.charge("acme", 1)
+    assert ledger.summary("acme").charged == 2
+
+
+def test_ledger_connects_when_it_is_used(tmp_path: Path) -> None:
+    ledger = Ledger(f"sqlite:///{tmp_path}/quota.db", connect=False)
+    assert not (tmp_path / "quota.db").exists()
+    ledger.grant("acme", 1)
+    assert ledger.balance("acme") == 1
+    ledger.close()
 
 
 # ------------------------------------------------------------------ leases in the ledger

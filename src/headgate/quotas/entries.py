@@ -20,6 +20,7 @@ __all__ = [
     "FIRST_HASH",
     "EntryDraft",
     "Kind",
+    "LeaseAnswer",
     "LedgerEntry",
     "LedgerProblem",
     "QuotaReservation",
@@ -123,6 +124,17 @@ class QuotaReservation(NamedTuple):
     """Of a lease: when the first of these grants expires; 0 for never."""
     paid_by: Sources = ()
     """Of a lease: the names of the sources of these grants, such as "allowance", with their amounts."""
+
+
+class LeaseAnswer(NamedTuple):
+    """The answer to a process that has asked for a lease."""
+
+    lease: QuotaReservation | None
+    """None if the balance is too low."""
+    balance: int
+    """What the account has left besides the lease."""
+    period_end_us: int
+    """The end of the account's current period; 0 without a plan."""
 
 
 class UsageRecord(NamedTuple):

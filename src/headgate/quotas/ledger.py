@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from headgate.clock import Clock
-    from headgate.quotas.entries import LedgerProblem, QuotaReservation
+    from headgate.quotas.entries import LeaseAnswer, LedgerProblem, QuotaReservation
     from headgate.quotas.operations import Operation
     from headgate.quotas.plans import QuotaPlan
     from headgate.quotas.statement import Statement, StatementLine
@@ -105,19 +105,29 @@ class Ledger:
     `InvalidInput`. Without an `id`, each call is a change of its own.
     """
 
-    def __init__(self, url: str, *, author: str = "app", clock: Clock | None = None, create: bool = True) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        author: str = "app",
+        clock: Clock | None = None,
+        create: bool = True,
+        connect: bool = True,
+    ) -> None:
         """Open a database, such as "sqlite:///quota.db" or "postgresql://host/name", and create or upgrade its tables.
 
         `author` is recorded with each entry, unless a call names another one. With `create=False`, a SQLite file that
-        does not exist raises `LedgerUnavailable`.
+        does not exist raises `LedgerUnavailable`. With `connect=False`, the database is first reached by the first
+        operation.
         """
         self.author = _check_text("author", author, 200)
         self.clock: Clock = clock or SystemClock()
         with _translate():
             self._engine = open_engine(url, create=create, keep=4, keep_files=4, name="ledger")
             weakref.finalize(self, self._engine.dispose)
-            with write_transaction(self._engine) as connection:
-                migrate(connection)
+            self._is_migrated = False
+            if connect:
+                self._migrate()
         self._cache = StateCache()
         self._writer = GroupCommit(self._execute)
         reinit_after_fork(self)
@@ -281,8 +291,8 @@ class Ledger:
         draft = self._reservation(amount, id, ttl, None, "", "")._replace(is_lease=True)
         least, share = _check_amount(least, least=1), _check_amount(share, least=1)
         operation = TakeLease(_check_account(account), draft, least=least, share=share)
-        reservation: QuotaReservation | None = self._run(operation)
-        return reservation
+        answer: LeaseAnswer = self._run(operation)
+        return answer.lease
 
     def record_usage(self, records: Sequence[UsageRecord]) -> set[str]:
         """Record requests that were charged to open leases; returns the ids that another record has charged.
@@ -317,12 +327,12 @@ class Ledger:
         plans: Mapping[str, QuotaPlan] | None = None,
         share: int = 1,
         ttl: timedelta = LEASE_TTL,
-    ) -> tuple[set[str], list[QuotaReservation | None]]:
+    ) -> tuple[set[str], list[LeaseAnswer]]:
         """Everything that a process with leases has to do, in one transaction.
 
         Records usage, settles outages, closes leases, and takes new ones, each given as (account, id, amount, least),
         after opening the periods of the `plans` of their accounts.
-        Returns the ids that other records have charged, and the leases. All of it can be repeated.
+        Returns the ids that other records have charged, and an answer for each lease. All of it can be repeated.
         """
         operations: list[Operation] = []
         if usage:
@@ -458,7 +468,7 @@ class Ledger:
 
         Recomputes all hashes, totals, balances and sources. `progress(done, total)` is called now and then.
         """
-        with _translate():
+        with self._database():
             return verify_entries(self._engine, progress or (lambda done, total: None))
 
     # ------------------------------------------------------------------ transactions
@@ -471,7 +481,7 @@ class Ledger:
         accounts = [each.account for each in batch if each.account is not None]
         transaction: WriteBatch | None = None
         try:
-            with _translate(), write_transaction(self._engine, lock=WRITE_LOCK) as connection:
+            with self._database(), write_transaction(self._engine, lock=WRITE_LOCK) as connection:
                 transaction = WriteBatch(connection, self._cache, self.clock.now_us())
                 transaction.prepare(ids, accounts)
                 for operation in batch:
@@ -488,8 +498,21 @@ class Ledger:
 
     @contextmanager
     def _read(self) -> Iterator[Connection]:
-        with _translate(), read_transaction(self._engine) as connection:
+        with self._database(), read_transaction(self._engine) as connection:
             yield connection
+
+    @contextmanager
+    def _database(self) -> Iterator[None]:
+        """Create or upgrade the tables before the first use, and raise LedgerUnavailable if that or the block fails."""
+        with _translate():
+            if not self._is_migrated:
+                self._migrate()
+            yield
+
+    def _migrate(self) -> None:
+        with write_transaction(self._engine) as connection:
+            migrate(connection)
+        self._is_migrated = True
 
     # ------------------------------------------------------------------ arguments
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 from uuid import uuid4
 
 from headgate._fork import reinit_after_fork
@@ -25,13 +25,14 @@ from headgate.quotas.storage import LedgerDamaged
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
     from typing import Self
 
-    from headgate.quotas.entries import QuotaReservation
+    from headgate.quotas.entries import LeaseAnswer, QuotaReservation
     from headgate.quotas.ledger import Ledger
     from headgate.quotas.plans import QuotaPlan
 
-__all__ = ["MeterReservation", "MeterStats", "QuotaMeter"]
+__all__ = ["AccountBalance", "MeterReservation", "MeterStats", "QuotaMeter", "Refusal"]
 
 logger = logging.getLogger("headgate")
 
@@ -50,6 +51,19 @@ REFUSAL_S: Final = 0.5
 MAX_RECENT_IDS: Final = 100_000
 MAX_USAGE_BATCH: Final = 2000
 RECOVERY_INTERVAL_S: Final = 30.0
+
+
+Refusal: TypeAlias = Literal["exhausted", "unavailable", "pending"]
+"""Why there is no reservation: the account has too little left, the ledger does not answer, or has not answered yet."""
+
+
+class AccountBalance(NamedTuple):
+    """What an account has left, as far as this process knows."""
+
+    remaining: int
+    """Its own leases, and the balance when the ledger was last asked for one: without the leases of other processes."""
+    period_end_us: int
+    """The end of the current period; 0 if that is not known."""
 
 
 class MeterStats(NamedTuple):
@@ -95,6 +109,7 @@ class _MeteredAccount:
         self.measured_at = self.used_at = now
         self.outage_id = ""
         self.outage_used = 0
+        self.balance = self.period_end_us = 0
 
     def is_refused(self, amount: int, now: float) -> bool:
         return now < self.refused_until and amount >= self.refused_amount
@@ -103,6 +118,23 @@ class _MeteredAccount:
         is_known = now < self.refused_until
         self.refused_amount = min(amount, self.refused_amount) if is_known else amount
         self.refused_until = now + REFUSAL_S
+
+    @property
+    def is_damaged(self) -> bool:
+        return self.refused_until == math.inf
+
+    def take_outage(self, amount: int, most: int) -> bool:
+        """Admit an amount without a lease, while there are at most so many units."""
+        if self.is_damaged or self.outage_used + amount > most:
+            return False
+        self.outage_used += amount
+        self.outage_id = self.outage_id or f"outage-{uuid4().hex}"
+        return True
+
+    def is_idle(self, now: float) -> bool:
+        """True if nothing is known of it that the ledger does not know."""
+        is_in_use = self.leases or self.needed or self.outage_used or self.is_damaged
+        return not is_in_use and now - self.used_at > IDLE_S
 
     def left(self) -> int:
         return sum(lease.left for lease in self.leases)
@@ -122,7 +154,7 @@ class _MeteredAccount:
 class MeterReservation:
     """Units that are held for a request. End it with `commit` or `void`."""
 
-    __slots__ = ("_meter", "account", "amount", "id", "is_repeated", "lease", "paid_by", "reference")
+    __slots__ = ("_meter", "account", "amount", "holders", "id", "is_repeated", "lease", "paid_by", "reference")
 
     def __init__(
         self, meter: QuotaMeter, lease: _MeterLease | None, account: str, amount: int, id: str, reference: str
@@ -130,7 +162,10 @@ class MeterReservation:
         self._meter, self.lease = meter, lease
         self.account, self.amount, self.id, self.reference = account, amount, id, reference
         self.paid_by = () if lease is None else _slice(lease.paid_by, lease.amount - lease.left - amount, amount)
-        """The sources that pay for it, such as "allowance" or "pay as you go", with their amounts."""
+        """The sources that pay for it, such as "allowance" or "pay as you go", with their amounts. None are known for a
+        request that was admitted without a lease."""
+        self.holders = 1
+        """The requests with its id that have not ended it: a retry may arrive before the first one is done."""
         self.is_repeated = False
         """True for a request that was charged before: it is charged once, whatever is committed now."""
 
@@ -139,7 +174,7 @@ class MeterReservation:
         self._meter.settle(self, _check(amount))
 
     def void(self) -> None:
-        """End the reservation without a charge."""
+        """End the reservation without a charge, unless another request with its id commits it."""
         self._meter.settle(self, None)
 
 
@@ -159,8 +194,12 @@ class QuotaMeter:
         outage_units: int = 0,
         write_interval_s: float = 0.1,
         wait_s: float = 1.0,
+        on_change: Callable[[HeadgateError | None], None] | None = None,
     ) -> None:
+        """`on_change` is called by the background thread: with an error when the ledger becomes unavailable, with None
+        when it is available again."""
         self._ledger, self._directory = ledger, journal
+        self._on_change = on_change
         self._outage_units, self._interval_s, self._wait_s = outage_units, write_interval_s, wait_s
         self._start()
         reinit_after_fork(self)
@@ -168,7 +207,6 @@ class QuotaMeter:
     def _start(self) -> None:
         self._exchange_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
         self._wake = threading.Event()
         self._journal = None if self._directory is None else UsageJournal(self._directory)
         self._accounts: dict[str, _MeteredAccount] = {}
@@ -180,6 +218,9 @@ class QuotaMeter:
         """Leases that the ledger was asked for, without an answer yet."""
         self._charges = self._writes = self._unwritten = 0
         self._is_available, self._is_closed, self._has_damage = True, False, False
+        self._exchange_began = 0.0
+        """When the ledger was asked, while its answer is awaited."""
+        self._waiters: list[Callable[[], None]] = []
         self._next_recovery = 0.0
         self._thread: threading.Thread | None = None
 
@@ -252,32 +293,66 @@ class QuotaMeter:
         With a `plan`, the account has what the plan grants in the current period. The first request of an account
         waits for its lease, up to a second; with `wait=False`, it is refused.
         """
+        end = time.monotonic() + self._wait_s if wait else 0.0
+        while True:
+            answered = threading.Event()
+            waiter = answered.set if wait else None
+            made = self.try_reserve(account, amount, id=id, reference=reference, plan=plan, waiter=waiter)
+            if isinstance(made, MeterReservation):
+                return made
+            left = end - time.monotonic()
+            if made != "pending" or left <= 0:
+                return None
+            answered.wait(left)
+
+    def try_reserve(
+        self,
+        account: str,
+        amount: int,
+        *,
+        id: str | None = None,
+        reference: str = "",
+        plan: QuotaPlan | None = None,
+        outage_units: int | None = None,
+        waiter: Callable[[], None] | None = None,
+    ) -> MeterReservation | Refusal:
+        """Like `reserve`, without waiting. If the answer is "pending", try again when `waiter` is called, which happens
+        once, in another thread. `outage_units` replaces that of the meter."""
         _check(amount)
         if self._thread is None:
             self._start_thread()
-        end = time.monotonic() + self._wait_s if wait else 0.0
-        with self._changed:
+        with self._lock:
             if id is not None and (found := self._recent.get(id)) is not None:
                 found.is_repeated = True
+                found.holders += 1
                 return found
-            while True:
-                now = time.monotonic()
-                state = self._accounts.get(account)
-                if state is None:
-                    state = self._accounts[account] = _MeteredAccount(account, now)
-                state.plan = plan or state.plan
-                lease = self._take(state, amount, now)
-                if lease is not None or self._take_outage(state, amount):
-                    made = MeterReservation(self, lease, account, amount, id or uuid4().hex, reference)
-                    if id is not None:
-                        self._recent[id] = made
-                        if len(self._recent) > MAX_RECENT_IDS:
-                            self._recent.popitem(last=False)
-                    return made
-                is_over = now >= end or self._is_closed or not self._is_available
-                if is_over or state.is_refused(amount, now):
-                    return None
-                self._changed.wait(end - now)
+            now = time.monotonic()
+            state = self._accounts.get(account)
+            if state is None:
+                state = self._accounts[account] = _MeteredAccount(account, now)
+            state.plan = plan or state.plan
+            lease = self._take(state, amount, now)
+            if lease is None:
+                refusal = self._refusal(state, amount, now)
+                units = self._outage_units if outage_units is None else outage_units
+                if refusal != "unavailable" or not state.take_outage(amount, units):
+                    if refusal == "pending" and waiter is not None:
+                        self._waiters.append(waiter)
+                    return refusal
+            made = MeterReservation(self, lease, account, amount, id or uuid4().hex, reference)
+            if id is not None:
+                self._recent[id] = made
+                if len(self._recent) > MAX_RECENT_IDS:
+                    self._recent.popitem(last=False)
+            return made
+
+    def balance(self, account: str) -> AccountBalance:
+        """What an account has left, as far as this process knows."""
+        with self._lock:
+            state = self._accounts.get(account)
+            if state is None:
+                return AccountBalance(0, 0)
+            return AccountBalance(state.left() + state.balance, state.period_end_us)
 
     def stats(self) -> MeterStats:
         """Counts and amounts, for metrics."""
@@ -318,22 +393,24 @@ class QuotaMeter:
             account.is_asking = True
             self._wake.set()
 
-    def _take_outage(self, account: _MeteredAccount, amount: int) -> bool:
-        if self._is_available or account.outage_used + amount > self._outage_units:
-            return False
-        account.outage_used += amount
-        account.outage_id = account.outage_id or f"outage-{uuid4().hex}"
-        return True
+    def _refusal(self, account: _MeteredAccount, amount: int, now: float) -> Refusal:
+        if account.is_refused(amount, now):
+            return "unavailable" if account.is_damaged else "exhausted"
+        is_late = self._exchange_began and now - self._exchange_began > self._wait_s
+        return "unavailable" if is_late or self._is_closed or not self._is_available else "pending"
 
     def settle(self, reservation: MeterReservation, amount: int | None) -> None:
         """End a reservation, with None for no charge; its methods are shorter."""
         with self._lock:
             if reservation.amount < 0:  # ended before
                 return
+            if amount is None and reservation.holders > 1:
+                reservation.holders -= 1
+                return
             held, reservation.amount = reservation.amount, -1
             lease = reservation.lease
             account = self._accounts[reservation.account]
-            if (amount is None or amount < held) and account.refused_until < math.inf:
+            if (amount is None or amount < held) and not account.is_damaged:
                 account.refused_until = 0.0  # there is more now
             if amount is None:
                 self._recent.pop(reservation.id, None)  # a retry is a new attempt
@@ -417,6 +494,7 @@ class QuotaMeter:
             closing = [lease for lease in self._closing if self._is_done(lease, usage)]
         if not (usage or outages or pending or closing):
             return True
+        self._exchange_began = time.monotonic()
         try:
             repeated, leases = self._ledger.exchange(
                 usage=[record for _, record in usage],
@@ -433,9 +511,11 @@ class QuotaMeter:
         except (InvalidInput, LedgerUnavailable) as error:
             self._note_failure(error)
             return False
-        with self._changed:
+        finally:
+            self._exchange_began = 0.0
+        with self._lock:
             self._writes += 1
-            self._is_available = True
+            was_available, self._is_available = self._is_available, True
             del self._usage[: len(usage)]
             for lease, record in usage:
                 lease.open -= 1
@@ -445,12 +525,23 @@ class QuotaMeter:
             for id_, records in outages.items():
                 self._settle_outage(id_, records)
             self._closing = [lease for lease in self._closing if lease not in closing]
+            for lease in closing:
+                if (state := self._accounts.get(lease.account)) is not None:
+                    state.balance += lease.left
             self._add_leases(leases, now)
             if self._journal is not None and not (self._usage or self._outages or self._has_damage):
                 open_leases = [lease.id for account in self._accounts.values() for lease in account.leases]
                 self._journal.compact([*open_leases, *[lease.id for lease in self._closing]])
-            self._changed.notify_all()
+            self._notify()
+        if not was_available and self._on_change is not None:
+            self._on_change(None)
         return True
+
+    def _notify(self) -> None:
+        """Let the requests that wait for an answer try again."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter()
 
     def _is_done(self, lease: _MeterLease, usage: list[tuple[_MeterLease, UsageRecord]]) -> bool:
         """True if this batch contains all that is left to write of a lease."""
@@ -471,6 +562,10 @@ class QuotaMeter:
                 if is_over or not lease.left or lease.left < account.needed:
                     account.leases.remove(lease)
                     self._closing.append(lease)
+        in_use = {lease.account for lease in self._closing} | {name for name, *_ in self._pending}
+        for name in [account.name for account in self._accounts.values() if account.is_idle(now)]:
+            if name not in in_use:
+                del self._accounts[name]
 
     def _ask_for_leases(self, now: float) -> None:
         asked = {account for account, *_ in self._pending}
@@ -489,9 +584,10 @@ class QuotaMeter:
                 self._journal.add_lease(request[1])
             self._pending.append(request)
 
-    def _add_leases(self, leases: list[QuotaReservation | None], now: float) -> None:
-        for (name, _, _, least), made in zip(self._pending, leases, strict=True):
+    def _add_leases(self, answers: list[LeaseAnswer], now: float) -> None:
+        for (name, _, _, least), (made, balance, period_end_us) in zip(self._pending, answers, strict=True):
             account = self._accounts[name]
+            account.balance, account.period_end_us = balance, period_end_us
             account.is_asking = False
             if made is None:
                 account.refuse(least, time.monotonic())
@@ -503,7 +599,7 @@ class QuotaMeter:
 
     def _isolate(self, error: LedgerDamaged) -> None:
         """Leave a damaged account alone, so that the others are served. The journal is kept until it is repaired."""
-        with self._changed:
+        with self._lock:
             logger.error("requests of this account are refused until this process restarts: %s", error)
             account = self._accounts[error.account]
             self._has_damage = True
@@ -513,14 +609,16 @@ class QuotaMeter:
             account.leases.clear()
             account.needed, account.is_asking = 0, False
             account.refused_until, account.refused_amount = math.inf, 0
-            self._changed.notify_all()
+            self._notify()
 
     def _note_failure(self, error: HeadgateError) -> None:
-        with self._changed:
-            if self._is_available:
-                logger.warning("the ledger is unavailable, quotas spend their leases: %s", error)
-            self._is_available = False
-            self._changed.notify_all()
+        with self._lock:
+            was_available, self._is_available = self._is_available, False
+            self._notify()
+        if was_available and self._on_change is not None:
+            self._on_change(error)
+        elif was_available:
+            logger.warning("the ledger is unavailable, quotas spend their leases: %s", error)
 
 
 def _slice(sources: tuple[tuple[str, int], ...], start: int, amount: int) -> tuple[tuple[str, int], ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from headgate.errors import InvalidInput
-from headgate.quotas.entries import EntryDraft, LedgerEntry, QuotaReservation, decode_sources, derived_id
+from headgate.quotas.entries import EntryDraft, LeaseAnswer, LedgerEntry, QuotaReservation, decode_sources, derived_id
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -115,7 +115,10 @@ class Reserve(Post):
 
 
 class TakeLease(Reserve):
-    """A reservation whose amount depends on the balance: a share of it, so that leases shrink near the end."""
+    """A reservation whose amount depends on the balance: a share of it, so that leases shrink near the end.
+
+    The result is a `LeaseAnswer`.
+    """
 
     def __init__(
         self, account: str, draft: EntryDraft, *, least: int, share: int, plan: QuotaPlan | None = None
@@ -128,13 +131,15 @@ class TakeLease(Reserve):
         if found is not None:  # repeated: the amount was chosen the first time
             self.draft = self.draft._replace(amount=found.amount)
         lease: QuotaReservation | None = super().run(ledger)
+        state = ledger.state(self.posted_to)
         if lease is None:
-            return None
+            return LeaseAnswer(None, state.available, state.period_end_us)
         grants = {id: ledger.find(id) for id, _ in lease.sources}
         ends = [grant.expires_us for grant in grants.values() if grant is not None and grant.expires_us is not None]
         names = [(grants[id], amount) for id, amount in lease.sources]
         paid_by = tuple((grant.source, amount) for grant, amount in names if grant is not None)
-        return lease._replace(valid_until_us=min(ends, default=0), paid_by=paid_by)
+        lease = lease._replace(valid_until_us=min(ends, default=0), paid_by=paid_by)
+        return LeaseAnswer(lease, state.available, state.period_end_us)
 
     def post(self, ledger: LedgerTransaction, state: AccountState) -> LedgerEntry | None:
         if self.plan is not None:
