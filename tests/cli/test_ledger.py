@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headgate import cli
-from headgate.quotas import Ledger
+from headgate import Calendar, cli
+from headgate.quotas import Ledger, QuotaPlan
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -261,3 +261,28 @@ def test_export_does_not_continue_a_foreign_file(run: Run, tmp_path: Path) -> No
 
 def test_names_with_control_characters_are_refused(run: Run, ledger: Ledger) -> None:
     assert run("balance", "a\x1b[2J")[0] == 2
+
+
+def test_balance_shows_the_thresholds_that_were_reached(run: Run, tmp_path: Path) -> None:
+    plan = QuotaPlan("exports", 100, Calendar("month"))
+    with closing(Ledger(f"sqlite:///{tmp_path}/quota.db", clock=FakeClock(at("2026-10-05T00:00:00+00:00")))) as ledger:
+        ledger.open_period("exports/acme", plan)
+        ledger.charge("exports/acme", 60)
+    code, printed, _ = run("balance", "exports/acme")
+    assert code == 0
+    assert printed.splitlines()[-2:] == [
+        "allowance used  reached (UTC)         units   of  period ends (UTC)     webhook",
+        "50 %            2026-10-05T00:00:00Z     60  100  2026-11-01T00:00:00Z  not sent",
+    ]
+    alert = json.loads(run("balance", "exports/acme", "--json")[1])["alerts"][0]
+    assert (alert["percent"], alert["used"], alert["allowance"]) == (50, 60, 100)
+
+
+def test_thresholds_are_shown_and_set(run: Run, ledger: Ledger) -> None:
+    assert run("thresholds")[1] == "50 % 80 % 100 %\n"
+    assert run("thresholds", "90", "75")[1] == "75 % 90 %\n"
+    assert json.loads(run("thresholds", "--json")[1]) == [75, 90]
+    code, _, problem = run("thresholds", "0")
+    assert code == 2
+    assert "from 1 to 100, got 0" in problem
+    assert ledger.usage_thresholds() == (75, 90)

@@ -13,11 +13,12 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 
+from headgate import Calendar
 from headgate.control.admin.serve import AdminServer
 from headgate.control.admin.tokens import Tokens
 from headgate.control.config import ConfigStore
 from headgate.control.service import AdminService
-from headgate.quotas import Ledger
+from headgate.quotas import Ledger, QuotaPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,6 +117,18 @@ def test_account_is_granted_adjusted_and_explained(site: LedgerSite, visit: Call
         ("grant", "operator otto"),
         ("adjust", "operator otto"),
     ]
+
+
+def test_account_shows_the_thresholds_that_it_has_reached(site: LedgerSite, visit: Callable[..., Page]) -> None:
+    site.ledger.open_period("exports/acme", QuotaPlan("exports", 100, Calendar("month")))
+    site.ledger.charge("exports/acme", 85)
+    page = visit(role="viewer")
+    page.get_by_role("link", name="exports/acme").click()
+    rows = page.get_by_role("table", name="Usage alerts").get_by_role("row")
+    expect(rows).to_have_count(3)
+    expect(rows.nth(1)).to_contain_text("80 %")
+    expect(rows.nth(1)).to_contain_text("85 of 100")
+    expect(rows.nth(1)).to_contain_text("not sent")
 
 
 def test_mistakes_are_explained_next_to_their_field(site: LedgerSite, visit: Callable[..., Page]) -> None:

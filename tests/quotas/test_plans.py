@@ -90,6 +90,17 @@ def test_unused_allowance_rolls_over_up_to_a_limit_and_is_spent_first(
     assert left(ledger.summary("a"))["rollover"] == 6, "only of the last allowance, not of what had rolled over"
 
 
+def test_allowance_that_a_lease_returns_after_the_period_rolls_over(ledger: Ledger, clock: FakeClock) -> None:
+    plan = QuotaPlan("exports", 10, MONTH, rollover=10)
+    clock.set_us(us("2026-10-31T12:00"))
+    ledger.open_period("a", plan)
+    assert ledger.lease("a", 8, id="lease") is not None
+    clock.set_us(us("2026-11-01") + 1_000_000)
+    ledger.close_lease("lease")
+    ledger.open_period("a", plan)
+    assert left(ledger.summary("a")) == {"rollover": 10, "allowance": 10}
+
+
 def test_opening_a_period_is_idempotent(ledger: Ledger, config_url: str, clock: FakeClock) -> None:
     plan = QuotaPlan("exports", 10, MONTH, pay_as_you_go=5)
     assert len(ledger.open_period("a", plan)) == 2

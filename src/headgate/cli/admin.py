@@ -64,8 +64,17 @@ OPTIONS = (
         default=[],
         help="trust X-Forwarded-For from this network; may be repeated",
     ),
-    option("--webhook", metavar="URL", help="receives anomalies: clients with ten times their usual traffic"),
+    option(
+        "--webhook",
+        metavar="URL",
+        help="receives anomalies, clients with ten times their usual traffic, and usage alerts of quotas",
+    ),
     option("--webhook-secret-file", metavar="FILE", help="file with the secret that signs these messages"),
+    option(
+        "--usage-thresholds",
+        metavar="PERCENTS",
+        help="report accounts that have used so much of their allowance; default: as set before, at first 50,80,100",
+    ),
     SECRET_FILE,
 )
 
@@ -133,7 +142,7 @@ def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
         ledger = _open_ledger(arguments, stack)
         service = AdminService(store, log=log, secret=secret, anomalies=AnomalyLog(store), ledger=ledger, **fleet)
         same = {name: getattr(arguments, name) for name in ("host", "port", "cert", "key", "behind_tls")}
-        watchers = [*_watchers(arguments, fleet, store), *service.watchers()]
+        watchers = [*_watchers(arguments, fleet, store, ledger), *service.watchers()]
         server = AdminServer(service, tokens, names=arguments.name, proxies=arguments.proxy, watchers=watchers, **same)
         if arguments.behind_tls and not arguments.proxy:
             err.print(
@@ -152,10 +161,19 @@ def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
 
 def _open_ledger(arguments: Namespace, stack: ExitStack) -> Ledger | None:
     if not (url := arguments.ledger or os.environ.get("HEADGATE_LEDGER")):
+        if arguments.usage_thresholds is not None:
+            raise InvalidInput("--usage-thresholds needs --ledger, which has the accounts")
         return None
     from headgate.quotas import Ledger
 
-    return stack.enter_context(closing(Ledger(url, author="admin server")))
+    ledger = stack.enter_context(closing(Ledger(url, author="admin server")))
+    if (text := arguments.usage_thresholds) is not None:
+        try:
+            percents = [int(part) for part in text.split(",")]
+        except ValueError:
+            raise InvalidInput(f"--usage-thresholds {text!r}: give percents like 50,80,100") from None
+        ledger.set_usage_thresholds(percents)
+    return ledger
 
 
 def _fleet(arguments: Namespace, stack: ExitStack) -> dict[str, Any]:
@@ -171,21 +189,28 @@ def _fleet(arguments: Namespace, stack: ExitStack) -> dict[str, Any]:
     return {"counters": counters, "status_store": status_store, "namespace": namespace}
 
 
-def _watchers(arguments: Namespace, fleet: dict[str, Any], store: Any) -> list[Any]:
-    """The anomaly detector, if there is a store to read node statuses from."""
+def _watchers(arguments: Namespace, fleet: dict[str, Any], store: Any, ledger: Ledger | None) -> list[Any]:
+    """The anomaly detector, if there is a store to read node statuses from, and the sender of usage alerts."""
     if (arguments.webhook is None) != (arguments.webhook_secret_file is None):
         raise InvalidInput("--webhook and --webhook-secret-file go together: the receiver verifies the signature")
-    if "status_store" not in fleet:
-        if arguments.webhook is not None:
-            raise InvalidInput("--webhook needs --store, which has the traffic of the nodes")
-        return []
-    from headgate.control.anomalies.detector import AnomalyDetector
+    has_status_store = "status_store" in fleet
+    if arguments.webhook is not None and not has_status_store and ledger is None:
+        raise InvalidInput("--webhook needs --store, which has the traffic of the nodes, or --ledger")
     from headgate.control.webhooks import Webhook
 
     webhook = None
     if arguments.webhook is not None:
         webhook = Webhook(arguments.webhook, read_file("--webhook-secret-file", arguments.webhook_secret_file))
-    return [AnomalyDetector(fleet["status_store"], store, webhook=webhook)]
+    watchers: list[Any] = []
+    if has_status_store:
+        from headgate.control.anomalies.detector import AnomalyDetector
+
+        watchers.append(AnomalyDetector(fleet["status_store"], store, webhook=webhook))
+    if webhook is not None and ledger is not None:
+        from headgate.quotas.usage_alerts import UsageNotifier
+
+        watchers.append(UsageNotifier(ledger, webhook))
+    return watchers
 
 
 def _welcome(server: Any, tokens: Any, err: Terminal, directory: Path) -> None:

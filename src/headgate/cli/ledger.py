@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from headgate.quotas import Ledger, LedgerEntry
     from headgate.quotas.statement import Statement, StatementLine
+    from headgate.quotas.usage_alerts import UsageAlert
 
 __all__ = ["ACTIONS"]
 
@@ -64,9 +65,13 @@ def _balance(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     headgate ledger balance ACME --json
     """
     with _open(arguments) as ledger:
-        found = ledger.summary(arguments.account)
+        found, alerts = ledger.summary(arguments.account), ledger.usage_alerts(arguments.account)
     if arguments.json:
-        out.print(json.dumps(found._asdict() | {"grants": [grant._asdict() for grant in found.grants]}, indent=2))
+        lists = {
+            "grants": [grant._asdict() for grant in found.grants],
+            "alerts": [alert._asdict() for alert in alerts],
+        }
+        out.print(json.dumps(found._asdict() | lists, indent=2))
         return 0
     held = f", {found.held:,} held for {found.reservations:,} reservations" if found.held else ""
     out.print(f"{printable(found.account)}: {out.paint(f'{found.available:,}', BOLD)} available{held}")
@@ -79,6 +84,32 @@ def _balance(arguments: Namespace, out: Terminal, err: Terminal) -> int:
             for each in found.grants
         ]
         out.print("", *titled_table(("grant", "source", "priority", "expires (UTC)", "left", "held"), rows, out))
+    if alerts:
+        rows = [_alert_cells(each) for each in alerts]
+        titles = ("allowance used", "reached (UTC)", "units", "of", "period ends (UTC)", "webhook")
+        out.print("", *titled_table(titles, rows, out))
+    return 0
+
+
+def _alert_cells(alert: UsageAlert) -> list[str]:
+    delivery = "not sent" if alert.error is None else f"failed: {alert.error}"
+    if alert.delivered_us is not None:
+        delivery = f"accepted {_time(alert.delivered_us)}"
+    units = (f"{alert.used}", f"{alert.allowance}")
+    return [f"{alert.percent} %", _time(alert.at_us), *units, _time(alert.period_end_us), delivery]
+
+
+def _thresholds(arguments: Namespace, out: Terminal, err: Terminal) -> int:
+    """Show or set the thresholds of usage alerts, in percent of the allowance of a plan.
+
+    headgate ledger thresholds
+    headgate ledger thresholds 50 90 100
+    """
+    with _open(arguments) as ledger:
+        if arguments.percent:
+            ledger.set_usage_thresholds(arguments.percent)
+        found = ledger.usage_thresholds()
+    out.print(json.dumps(found) if arguments.json else " ".join([f"{percent} %" for percent in found]))
     return 0
 
 
@@ -220,6 +251,12 @@ ACTIONS = {
         option("--reason", metavar="TEXT", required=True, help="reason, for the statement"),
         ID,
         REFERENCE,
+        LEDGER,
+        JSON,
+    ),
+    "thresholds": (
+        _thresholds,
+        option("percent", metavar="PERCENT", type=int, nargs="*", help="1 to 100; default: show the present ones"),
         LEDGER,
         JSON,
     ),

@@ -22,6 +22,7 @@ from headgate.quotas.entries import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Self
 
 __all__ = ["ALLOWANCE", "NEVER_US", "PERIOD_PREFIX", "AccountState", "Hold", "OpenGrant"]
@@ -107,6 +108,35 @@ class AccountState:
     def sources_of(self, hold: Hold) -> list[tuple[str, int]]:
         """The names of the sources of a reservation, with their amounts."""
         return [(self.grants[id].source, amount) for id, amount in hold.sources]
+
+    # ------------------------------------------------------------------ periods
+
+    def allowance_used(self, usage: Mapping[str, int]) -> int:
+        """The units of the current period's allowance that are charged, with the usage of open leases by their ids."""
+        grants = {id: grant for id, grant in self.grants.items() if self._is_allowance(grant)}
+        left = sum(grant.remaining + grant.allocated for grant in grants.values())
+        used = self.period_allowance - self.period_unused - left
+        for lease, amount in usage.items():
+            for id, size in self.holds[lease].sources:
+                part = min(size, amount)
+                amount -= part
+                if id in grants:
+                    used += part
+        return used
+
+    def allowance_taken(self) -> int:
+        """The units of the current period's allowance that are charged or held."""
+        left = sum(grant.remaining for grant in self.grants.values() if self._is_allowance(grant))
+        return self.period_allowance - self.period_unused - left
+
+    def leases(self) -> list[str]:
+        """The ids of open leases."""
+        return [id for id, hold in self.holds.items() if hold.is_lease]
+
+    def _is_allowance(self, grant: OpenGrant) -> bool:
+        """True for the allowance of the current period, in one grant or several."""
+        is_current = grant.expires_us == self.period_end_us
+        return is_current and grant.source == ALLOWANCE and grant.id.startswith(PERIOD_PREFIX)
 
     # ------------------------------------------------------------------ expiry
 
@@ -240,7 +270,7 @@ class AccountState:
             return _Effects()
         grant = self.grants[draft.subject]
         self.expired += grant.remaining
-        if grant.source == ALLOWANCE and grant.id.startswith(PERIOD_PREFIX):
+        if self._is_allowance(grant):
             self.period_unused += grant.remaining
         self._spend(grant, grant.remaining)
         return _Effects()
@@ -299,6 +329,8 @@ class AccountState:
             rest = amount - part
             if rest and grant.expires_us <= at_us:
                 self.expired += rest
+                if self._is_allowance(grant):
+                    self.period_unused += rest
             elif rest:
                 if not grant.remaining:
                     insort(self._order, (grant.rank, grant.id))

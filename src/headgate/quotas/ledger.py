@@ -39,18 +39,20 @@ from headgate.quotas.operations import (
 from headgate.quotas.statement import read_lines, read_statement
 from headgate.quotas.storage import LedgerDamaged, StateCache, WriteBatch, read_state
 from headgate.quotas.tables import ACCOUNTS, ENTRIES, USAGE
+from headgate.quotas.usage_alerts import UsageMonitor, read_alerts, read_thresholds, write_thresholds
 from headgate.quotas.verify import verify_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Engine
 
     from headgate.clock import Clock
     from headgate.quotas.entries import LeaseAnswer, LedgerProblem, QuotaReservation
     from headgate.quotas.operations import Operation
     from headgate.quotas.plans import QuotaPlan
     from headgate.quotas.statement import Statement, StatementLine
+    from headgate.quotas.usage_alerts import UsageAlert
 
 __all__ = ["MAX_AMOUNT", "AccountSummary", "GrantSummary", "Ledger", "LedgerUnavailable", "instant_us"]
 
@@ -128,7 +130,7 @@ class Ledger:
             self._is_migrated = False
             if connect:
                 self._migrate()
-        self._cache = StateCache()
+        self._cache, self._monitor = StateCache(), UsageMonitor()
         self._writer = GroupCommit(self._execute)
         reinit_after_fork(self)
 
@@ -138,7 +140,7 @@ class Ledger:
 
     def reset_after_fork(self) -> None:
         self._engine.dispose(close=False)
-        self._cache = StateCache()
+        self._cache, self._monitor = StateCache(), UsageMonitor()
         self._writer.reset()
 
     def __repr__(self) -> str:
@@ -471,6 +473,28 @@ class Ledger:
         with self._database():
             return verify_entries(self._engine, progress or (lambda done, total: None))
 
+    # ------------------------------------------------------------------ usage alerts
+
+    @property
+    def engine(self) -> Engine:
+        """The database."""
+        return self._engine
+
+    def usage_alerts(self, account: str, *, most: int = 20) -> list[UsageAlert]:
+        """The thresholds that an account has reached, newest first."""
+        with self._read() as connection:
+            return read_alerts(connection, _check_account(account), most)
+
+    def usage_thresholds(self) -> tuple[int, ...]:
+        """The thresholds of usage alerts, in percent of an allowance."""
+        with self._read() as connection:
+            return read_thresholds(connection)
+
+    def set_usage_thresholds(self, percents: Iterable[int]) -> None:
+        """Set the thresholds, for all accounts and processes. What was reached before is not reported again."""
+        with self._database(), write_transaction(self._engine, lock=WRITE_LOCK) as connection:
+            write_thresholds(connection, percents)
+
     # ------------------------------------------------------------------ transactions
 
     def _run(self, operation: Operation) -> Any:
@@ -482,7 +506,7 @@ class Ledger:
         transaction: WriteBatch | None = None
         try:
             with self._database(), write_transaction(self._engine, lock=WRITE_LOCK) as connection:
-                transaction = WriteBatch(connection, self._cache, self.clock.now_us())
+                transaction = WriteBatch(connection, self._cache, self._monitor, self.clock.now_us())
                 transaction.prepare(ids, accounts)
                 for operation in batch:
                     try:
@@ -493,6 +517,7 @@ class Ledger:
         except BaseException:
             if transaction is not None:  # their states contain entries that were not written
                 self._cache.forget(transaction.accounts)
+                self._monitor.forget(transaction.accounts)
             raise
         transaction.keep_states()
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Table
 
     from headgate.quotas.entries import EntryDraft, UsageRecord
+    from headgate.quotas.usage_alerts import UsageMonitor
 
 __all__ = ["CHECKPOINT_INTERVAL", "LedgerDamaged", "StateCache", "WriteBatch", "find_entries", "read_state"]
 
@@ -63,15 +64,17 @@ class StateCache:
 class WriteBatch:
     """A transaction of the ledger: see `LedgerTransaction`."""
 
-    def __init__(self, connection: Connection, cache: StateCache, now_us: int) -> None:
+    def __init__(self, connection: Connection, cache: StateCache, monitor: UsageMonitor, now_us: int) -> None:
         self.now_us = now_us
-        self._connection, self._cache = connection, cache
+        self._connection, self._cache, self._monitor = connection, cache, monitor
         self._found: dict[str, LedgerEntry] = {}
         self._looked_up: set[str] = set()
         self._states: dict[str, AccountState] = {}
         self._checkpoints: dict[str, int] = {}
         self._damaged: dict[str, LedgerDamaged] = {}
         self._entries: list[LedgerEntry] = []
+        self._used: dict[str, None] = {}
+        """Accounts with new usage records."""
         self._first = self._number = connection.scalar(select(func.max(ENTRIES.c.number))) or 0
 
     @property
@@ -124,6 +127,7 @@ class WriteBatch:
             elif first != (record.lease, record.at_us):  # else the record itself was written: its answer was lost
                 repeated.add(record.id)
         if new:
+            self._used |= dict.fromkeys([record.account for record in new.values()])
             insert_rows(self._connection, USAGE, [(number + at, *each) for at, each in enumerate(new.values(), 1)])
         return repeated
 
@@ -134,11 +138,15 @@ class WriteBatch:
         return len(rows), amount, hash_usage(rows).hexdigest() if rows else ""
 
     def write(self) -> None:
-        """Write the new entries, and the heads and checkpoints of their accounts."""
-        if not self._entries:
-            return
-        insert_rows(self._connection, ENTRIES, self._entries)
-        changed = [self._states[account] for account in dict.fromkeys([entry.account for entry in self._entries])]
+        """Write the new entries, the heads and checkpoints of their accounts, and the thresholds that they reach."""
+        accounts = dict.fromkeys([entry.account for entry in self._entries])
+        if self._entries:
+            insert_rows(self._connection, ENTRIES, self._entries)
+            self._write_heads([self._states[account] for account in accounts])
+        used = [state for account in {**accounts, **self._used} if (state := self._states.get(account)) is not None]
+        self._monitor.check(self._connection, used, self.now_us)
+
+    def _write_heads(self, changed: Sequence[AccountState]) -> None:
         heads = [
             (state.account, state.position, state.number, state.at_us, state.hash, state.available, state.next_due_us())
             for state in changed

@@ -9,7 +9,7 @@ from typing import Final
 
 from sqlalchemy import BigInteger, Column, Index, MetaData, String, Table, Text, text
 
-__all__ = ["ACCOUNTS", "CHECKPOINTS", "ENTRIES", "METADATA", "USAGE"]
+__all__ = ["ACCOUNTS", "ALERTS", "CHECKPOINTS", "ENTRIES", "METADATA", "THRESHOLDS", "USAGE"]
 
 METADATA: Final = MetaData()
 
@@ -100,3 +100,30 @@ USAGE: Final = Table(
     Index("headgate_ledger_usage_at", "account", "at_us", "number"),
 )
 """One row per request that was charged to a lease."""
+
+ALERTS: Final = Table(
+    "headgate_ledger_alerts",
+    METADATA,
+    Column("id", String(40), primary_key=True),
+    _text("account", 200),
+    _number("period_end_us"),
+    _number("percent"),
+    _number("at_us"),
+    _number("used"),
+    _number("allowance"),
+    _number("attempts"),
+    _number("next_us", nullable=True),
+    _number("delivered_us", nullable=True),
+    Column("error", String(500), nullable=True),
+    Index("headgate_ledger_alerts_account", "account", "period_end_us", "percent", unique=True),
+    Index("headgate_ledger_alerts_next", "next_us"),
+)
+"""Thresholds that accounts have crossed, and the state of their delivery; `next_us` is the time of the next webhook
+attempt, or None."""
+
+THRESHOLDS: Final = Table(
+    "headgate_ledger_thresholds",
+    METADATA,
+    Column("percent", BigInteger, primary_key=True, autoincrement=False),
+)
+"""The thresholds of usage alerts; empty for the default ones."""

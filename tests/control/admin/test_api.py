@@ -23,7 +23,7 @@ from sqlalchemy import select
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate import Limiter
+from headgate import Calendar, Limiter
 from headgate.cli import main
 from headgate.control.admin import AdminServer, Tokens, create_app
 from headgate.control.admin.api.dependencies import Parts
@@ -39,9 +39,11 @@ from headgate.control.service.errors import NotFound
 from headgate.control.service.models import ROLES, Change
 from headgate.control.service.service import AdminService
 from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput
-from headgate.quotas import Ledger
+from headgate.quotas import Ledger, QuotaPlan
 from headgate.testing import FakeClock
 from support.asgi_client import scope, talk
+from support.servers import wait_until
+from support.webhook_receiver import WebhookReceiver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -1088,6 +1090,9 @@ def test_config_store_access_allows_making_tokens(
             ["--store", "memory://", "--webhook", "http://127.0.0.1:1/", "--webhook-secret-file", "none"],
             "cannot be read",
         ),
+        (["--usage-thresholds", "50"], "needs --ledger"),
+        (["--ledger", "sqlite:///ledger.db", "--usage-thresholds", "50%"], "percents like 50,80,100"),
+        (["--ledger", "sqlite:///ledger.db", "--usage-thresholds", "0"], "from 1 to 100"),
         (["--config", "mysql://nothing"], "sqlite:///"),
         (["--secret-file", "none"], "cannot be read"),
     ],
@@ -1102,6 +1107,24 @@ def test_invalid_server_options_are_rejected_before_the_start(
     monkeypatch.chdir(tmp_path)
     assert main(["admin", *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_server_sends_usage_alerts_of_its_ledger(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a secret of 16 bytes or more")
+    plan = QuotaPlan("exports", 100, Calendar("month"))
+    with WebhookReceiver() as receiver, closing(Ledger(f"sqlite:///{tmp_path}/ledger.db")) as ledger:
+        webhook = ("--webhook", receiver.url, "--webhook-secret-file", "secret")
+        usage = ("--ledger", "sqlite:///ledger.db", "--usage-thresholds", "40,90")
+        command = [sys.executable, "-m", "headgate", "admin", "--port", "0", *webhook, *usage]
+        with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+            try:
+                wait_until(lambda: ledger.usage_thresholds() == (40, 90), "the thresholds are set")
+                ledger.open_period("exports/acme", plan)
+                ledger.charge("exports/acme", 40)
+                wait_until(lambda: len(receiver.calls) == 1, "the alert is sent")
+            finally:
+                process.terminate()
+    assert json.loads(receiver.calls[0].body)["usage"]["account"] == "exports/acme"
 
 
 @pytest.mark.parametrize("proxies", [[], ["--proxy", "127.0.0.1"]], ids=["unnamed", "named"])

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from headgate.quotas import Ledger
     from headgate.quotas.ledger import AccountSummary
     from headgate.quotas.statement import Statement, StatementDay
+    from headgate.quotas.usage_alerts import UsageAlert
 
 __all__ = ["AccountRow", "AccountView", "Forecast", "LedgerService", "forecast", "month_of"]
 
@@ -48,10 +49,12 @@ class Forecast(View):
 
 @dataclass(frozen=True, slots=True)
 class AccountView(View):
-    """An account: its totals, its open grants in the order in which they are spent, and a forecast."""
+    """An account: its totals, its open grants in the order in which they are spent, a forecast, and usage alerts."""
 
     summary: AccountSummary
     forecast: Forecast
+    alerts: tuple[UsageAlert, ...]
+    """The thresholds of its allowance that it has reached, newest first."""
 
 
 class LedgerService(TopicService):
@@ -86,7 +89,8 @@ class LedgerService(TopicService):
         now_us = self._deps.now_us()
         since_us = now_us - FORECAST_DAYS * DAY_US
         days = self.statement(account, since_us, now_us, zone=UTC, most=0).days
-        return AccountView(summary, forecast(days, summary.available, now_us))
+        alerts = tuple(self.ledger.usage_alerts(account))
+        return AccountView(summary, forecast(days, summary.available, now_us), alerts)
 
     def statement(self, account: str, since_us: int, until_us: int, *, zone: tzinfo, most: int = 100) -> Statement:
         """The sums, days and first lines of an account in a period; raise NotFound if it has no entries."""

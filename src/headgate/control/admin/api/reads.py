@@ -220,7 +220,8 @@ def accounts(caller: CallerDependency, query: InQuery[schemas.ClientsQuery]) -> 
 
 @_get("/ledger/account", view_model(AccountView), "not-found", "ledger-away")
 def account(caller: CallerDependency, query: InQuery[schemas.AccountQuery]) -> Any:
-    """An account: its totals, its open grants in the order in which they are spent, and when it is used up."""
+    """An account: its totals, its open grants in the order in which they are spent, when it is used up, and the
+    thresholds of its allowance that it has reached."""
     return caller.service.ledger.account(query.account)
 
 

@@ -23,6 +23,7 @@ from headgate.control.service.redaction import looks_secret
 from headgate.errors import InvalidInput
 from headgate.policy import scalars
 from headgate.quotas.ledger import AccountSummary
+from headgate.quotas.usage_alerts import UsageAlert
 from headgate.telemetry.decision_log.record import DecisionRecord, Outcome
 
 __all__ = [
@@ -41,7 +42,7 @@ MAX_INTEGER: Final = 2**53 - 1
 _DIGITS: Final = re.compile("[0-9]{1,20}")
 _LINE: Final = r"^[^\x00-\x1f\x7f]*$"
 _TYPE_CHECKING_NAMES: Final = {
-    each.__name__: each for each in (AccountSummary, Anomaly, Comparison, DecisionRecord, Version)
+    each.__name__: each for each in (AccountSummary, Anomaly, Comparison, DecisionRecord, UsageAlert, Version)
 } | {"Role": Role}
 """Names that views import for type checkers only."""
 _COMPUTED_FIELDS: Final[dict[type, dict[str, Any]]] = {Anomaly: {"text": (str, ...)}}
