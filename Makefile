@@ -63,7 +63,7 @@ audit: $(VENV)/.release ## check the licences and known vulnerabilities of all d
 	$(BIN)/python scripts/audit.py $(AUDIT_ARGS)
 
 charges: servers $(VENV)/.test ## charge 1,000,000 requests to the ledger from four processes, which are killed with their database
-	HEADGATE_CHARGES=20000 $(BIN)/python -m pytest --timeout 7200 tests/integration/test_ledger_processes.py -k leases
+	HEADGATE_CHARGES=20000 $(BIN)/python -m pytest tests/integration/test_ledger_processes.py -k leases
 
 format: $(VENV)/.test ## format the code
 	$(BIN)/ruff check --fix .

@@ -18,7 +18,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from headgate.adapters.asgi import AsgiRequest
 from headgate.gate.gate import Gate
 from headgate.policy import read
-from headgate.telemetry.prometheus import register
+from headgate.quotas import Ledger, QuotaMeter
+from headgate.telemetry.prometheus import register, register_meter
 from support.paths import ROOT
 from support.servers import HOST, RedisServer, ServerError, _port_of, _reserve_port, _spawn, wait_until
 
@@ -123,10 +124,18 @@ def expressions() -> list[str]:
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[Gate, RedisServer, Prometheus]]:
+def served(tmp_path: Path) -> Iterator[tuple[Gate, RedisServer, Prometheus]]:
     registry = CollectorRegistry()
-    with RedisServer() as redis, closing(Gate(read(POLICY), redis.url, budget=0.5)) as gate:
+    ledger = Ledger(f"sqlite:///{tmp_path}/quota.db")
+    ledger.grant("acme", 1)
+    with (
+        RedisServer() as redis,
+        closing(Gate(read(POLICY), redis.url, budget=0.5)) as gate,
+        QuotaMeter(ledger, wait_s=20) as meter,
+    ):
         register(gate, registry)
+        register_meter(meter, registry)
+        assert [meter.charge("acme", 1) for _ in range(2)] == [True, False]
         web, thread = start_http_server(0, HOST, registry)
         try:
             with prometheus(web.server_port) as server:
@@ -160,6 +169,8 @@ def test_prometheus_scrapes_a_gate_draws_its_dashboard_and_pages_when_redis_is_g
     assert server.number('sum(rate_limiter_shadow_blocked_total{policy="watched"})') == 12
     assert server.number('sum(rate_limiter_rejections_total{tier="none", reason="limit"})') == 9
     assert server.number('rate_limiter_keys{policy="per-ip", by="ip"}') == 3
+    assert server.number("sum(rate_limiter_quota_charges_total)") == 1
+    assert server.number('sum(rate_limiter_quota_rejections_total{quota="none", reason="exhausted"})') == 1
     answered = server.number("sum(rate_limiter_local_cache_hits_total) + sum(rate_limiter_redis_ops_total)")
     assert answered == 24 + 15  # the shadows were asked for each request that passed
     for client in range(3, 6):  # for the rates of series that are known by now

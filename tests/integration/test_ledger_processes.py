@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 REQUESTS = int(os.environ.get("HEADGATE_CHARGES", "80"))
 WORKERS = 4
+TIMEOUT_S = 600 + REQUESTS
 
 
 def run_with_kills(url: str, break_database: Callable[[], None], *journal: str, requests: int = REQUESTS) -> None:
@@ -72,7 +73,7 @@ def test_four_processes_charge_each_request_once_on_sqlite(tmp_path: Path, share
     check_sums(url, granted)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(TIMEOUT_S)
 def test_four_processes_charge_each_request_once_although_postgresql_crashes() -> None:
     with PostgresServer() as server:
         granted = sum(map(cost_of, range(REQUESTS))) * 2
@@ -86,7 +87,7 @@ def test_four_processes_charge_each_request_once_although_postgresql_crashes() -
         check_sums(server.url, granted)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(TIMEOUT_S)
 def test_four_processes_charge_each_request_to_leases_once_although_all_of_them_crash(tmp_path: Path) -> None:
     """What the journals and the ledger know together is what was served, exactly, once they are settled."""
     requests = REQUESTS * 50

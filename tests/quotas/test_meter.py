@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sqlite3
 import threading
@@ -10,10 +11,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from prometheus_client import CollectorRegistry
 
-from headgate import InvalidConfiguration, InvalidCost, InvalidInput
-from headgate.quotas import Ledger, LedgerUnavailable, MeterReservation, QuotaMeter, UsageRecord
+from headgate import Calendar, InvalidConfiguration, InvalidCost, InvalidInput
+from headgate.quotas import Ledger, LedgerUnavailable, MeterReservation, QuotaMeter, QuotaPlan, UsageRecord
 from headgate.quotas.entries import derived_id
+from headgate.telemetry.otel import instrument_meter
+from headgate.telemetry.prometheus import register_meter
 from support.processes import run_in_child
 
 if TYPE_CHECKING:
@@ -494,3 +500,58 @@ def test_change_of_any_usage_record_is_detected(tmp_path: Path) -> None:
             connection.executemany(f"INSERT INTO headgate_ledger_usage VALUES ({', '.join('?' * len(names))})", rows)
     assert ledger.verify() == []
     ledger.close()
+
+
+# ------------------------------------------------------------------ metrics
+
+
+def exposed(registry: CollectorRegistry) -> dict[str, float]:
+    """The samples of quotas, without their common prefix and label."""
+    families = [family for family in registry.collect() if family.name.startswith("rate_limiter_quota_")]
+    return {
+        " ".join([each.name.removeprefix("rate_limiter_quota_"), *list(each.labels.values())[1:]]): each.value
+        for family in families
+        for each in family.samples
+    }
+
+
+def test_metrics_are_those_of_the_meter(ledger: Ledger, clock: FakeClock) -> None:
+    plan, registry, reader = QuotaPlan("exports", 8, Calendar("month")), CollectorRegistry(), InMemoryMetricReader()
+    provider = MeterProvider([reader], shutdown_on_exit=False)
+    with QuotaMeter(ledger, wait_s=20, write_interval_s=3600) as meter:
+        for _ in range(2):  # a second time has no effect
+            register_meter(meter, registry)
+            instrument_meter(meter, provider)
+        assert meter.charge("exports/acme", 5, plan=plan)
+        assert meter.flush()
+        assert meter.charge("exports/acme", 2, plan=plan)
+        assert not meter.charge("exports/acme", 3, plan=plan)
+        assert not meter.charge("globex", 3)
+        clock.advance(4.5)
+        found = exposed(registry)
+        writes = found.pop("ledger_writes_total")
+        assert 2 <= writes <= 6
+        unwritten = {found.pop("unwritten"): found.pop("unwritten_seconds")}
+        assert unwritten.items() <= {2: 4.5, 0: 0.0}.items(), "unless the refused charge has had it written"
+        assert found.pop("leased") == found.pop("leases") in (0, 1), "the last unit, unless its lease was returned"
+        assert found == {
+            "outage": 0,
+            "charges_total": 2,
+            "rejections_total exports exhausted": 1,
+            "rejections_total none exhausted": 1,
+            "ledger_unavailable": 0,
+        }
+        data = reader.get_metrics_data()
+        assert data is not None
+        (scope,) = data.resource_metrics[0].scope_metrics
+        points = {metric.name: list(metric.data.data_points) for metric in scope.metrics}
+        assert [point.value for point in points["limiter.quota_charges"]] == [2]
+        assert {point.attributes["quota"] for point in points["limiter.quota_rejections"]} == {"exports", "none"}
+    del meter
+    gc.collect()
+    assert exposed(registry) == {
+        "charges_total": 2,
+        "rejections_total exports exhausted": 1,
+        "rejections_total none exhausted": 1,
+        "ledger_writes_total": exposed(registry)["ledger_writes_total"],
+    }, "counters do not fall when their meter is gone"

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 from uuid import uuid4
@@ -51,6 +51,7 @@ REFUSAL_S: Final = 0.5
 MAX_RECENT_IDS: Final = 100_000
 MAX_USAGE_BATCH: Final = 2000
 RECOVERY_INTERVAL_S: Final = 30.0
+NO_PLAN: Final = "none"
 
 
 Refusal: TypeAlias = Literal["exhausted", "unavailable", "pending"]
@@ -79,6 +80,10 @@ class MeterStats(NamedTuple):
     charges: int
     ledger_writes: int
     is_ledger_available: bool
+    unwritten_s: float
+    """The age of the oldest charge that is not yet in the ledger; 0 if there is none."""
+    rejections: dict[tuple[str, str], int]
+    """The number of requests that were refused, by the name of the plan, "none" without one, and the reason."""
 
 
 class _MeterLease:
@@ -217,6 +222,7 @@ class QuotaMeter:
         self._pending: list[tuple[str, str, int, int]] = []
         """Leases that the ledger was asked for, without an answer yet."""
         self._charges = self._writes = self._unwritten = 0
+        self._rejections: Counter[tuple[str, str]] = Counter()
         self._is_available, self._is_closed, self._has_damage = True, False, False
         self._exchange_began = 0.0
         """When the ledger was asked, while its answer is awaited."""
@@ -301,7 +307,10 @@ class QuotaMeter:
             if isinstance(made, MeterReservation):
                 return made
             left = end - time.monotonic()
-            if made != "pending" or left <= 0:
+            if made != "pending":
+                return None
+            if left <= 0:
+                self.count_rejection(plan, made)
                 return None
             answered.wait(left)
 
@@ -336,7 +345,9 @@ class QuotaMeter:
                 refusal = self._refusal(state, amount, now)
                 units = self._outage_units if outage_units is None else outage_units
                 if refusal != "unavailable" or not state.take_outage(amount, units):
-                    if refusal == "pending" and waiter is not None:
+                    if refusal != "pending":
+                        self.count_rejection(state.plan, refusal)
+                    elif waiter is not None:
                         self._waiters.append(waiter)
                     return refusal
             made = MeterReservation(self, lease, account, amount, id or uuid4().hex, reference)
@@ -354,6 +365,10 @@ class QuotaMeter:
                 return AccountBalance(0, 0)
             return AccountBalance(state.left() + state.balance, state.period_end_us)
 
+    def count_rejection(self, plan: QuotaPlan | None, reason: Refusal) -> None:
+        """Count a request that was refused. `try_reserve` does it, except for those whose answer has come too late."""
+        self._rejections[NO_PLAN if plan is None else plan.name, reason] += 1
+
     def stats(self) -> MeterStats:
         """Counts and amounts, for metrics."""
         with self._lock:
@@ -361,7 +376,11 @@ class QuotaMeter:
             outage = sum(account.outage_used for account in self._accounts.values())
             left = sum(lease.left for lease in leases)
             counts = (len(leases), self._charges, self._writes, self._is_available)
-            return MeterStats(left, self._unwritten, outage, *counts)
+            oldest = [records[0] for records in self._outages.values()]
+            oldest += [record for _, record in self._usage[:1]]
+            now_us = self._ledger.clock.now_us()
+            unwritten_s = max([0, *[now_us - record.at_us for record in oldest]]) / 1_000_000
+            return MeterStats(left, self._unwritten, outage, *counts, unwritten_s, dict(self._rejections))
 
     def flush(self) -> bool:
         """Write all charges of before to the ledger; False if it is unavailable."""

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from headgate.gate.admission import Admission, RequestInfo
     from headgate.gate.base import GateBase
     from headgate.gate.event_stream import DecisionEvent
-    from headgate.telemetry.metrics.counters import Lag
+    from headgate.telemetry.metrics.counters import Lag, MeterSource
     from headgate.telemetry.metrics.families import Family, Sample
 
-__all__ = ["Instruments", "instrument", "trace"]
+__all__ = ["Instruments", "instrument", "instrument_meter", "trace"]
 
 SCOPE: Final = "headgate"
 EXTRA: Final = ("metrics and spans for OpenTelemetry need", "otel", "opentelemetry")
@@ -41,12 +41,21 @@ def instrument(
     The attribute `gate` is the name; gates with the same name are exported as one. `lag` returns the seconds for which
     the policy has not been the newest, for policies that are not files.
     """
+    return _instruments_of(provider).add(gate, name, lag)
+
+
+def instrument_meter(meter: MeterSource, provider: MeterProvider | None = None, *, name: str = "default") -> Metrics:
+    """Export the metrics of a `QuotaMeter`, with the attribute `gate` of the gate that it belongs to."""
+    return _instruments_of(provider).add_meter(meter, name)
+
+
+def _instruments_of(provider: MeterProvider | None) -> Instruments:
     with name_missing_extra(*EXTRA):
         from opentelemetry.metrics import get_meter_provider
     provider = get_meter_provider() if provider is None else provider
     if provider not in _instruments:
         _instruments[provider] = Instruments(provider)
-    return _instruments[provider].add(gate, name, lag)
+    return _instruments[provider]
 
 
 def trace(gate: GateBase, provider: TracerProvider | None = None) -> None:
@@ -108,6 +117,12 @@ class Instruments:
         metrics = self._metrics.setdefault(name, Metrics())
         if metrics.watch(gate, lag=lag):
             gate.add_observer(_HistogramRecorder(name, self._latency, self._remaining))
+        return metrics
+
+    def add_meter(self, meter: MeterSource, name: str) -> Metrics:
+        """Export the metrics of a quota meter."""
+        metrics = self._metrics.setdefault(name, Metrics())
+        metrics.watch_meter(meter)
         return metrics
 
     def _observer(self, family: Family, *, reads: bool) -> Callable[[CallbackOptions], Iterator[Observation]]:

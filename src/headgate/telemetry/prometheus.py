@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry
 
     from headgate.gate.event_stream import DecisionSource
-    from headgate.telemetry.metrics.counters import Lag
+    from headgate.telemetry.metrics.counters import Lag, MeterSource
     from headgate.telemetry.metrics.families import Family, Sample
 
-__all__ = ["GateCollector", "MultiprocessExporter", "register", "series_of"]
+__all__ = ["GateCollector", "MultiprocessExporter", "register", "register_meter", "series_of"]
 
 logger = logging.getLogger("headgate")
 
@@ -55,6 +55,19 @@ def register(
     >>> b'rate_limiter_degraded{gate="default"} 0.0' in generate_latest(registry)
     True
     """
+    metrics = _metrics_of(registry, name)
+    metrics.watch(gate, lag=lag)
+    return metrics
+
+
+def register_meter(meter: MeterSource, registry: CollectorRegistry | None = None, *, name: str = "default") -> Metrics:
+    """Register the metrics of a `QuotaMeter` in a registry, under the label `gate` of the gate that it belongs to."""
+    metrics = _metrics_of(registry, name)
+    metrics.watch_meter(meter)
+    return metrics
+
+
+def _metrics_of(registry: CollectorRegistry | None, name: str) -> Metrics:
     with name_missing_extra("metrics for Prometheus need", "prometheus", "prometheus_client"):
         from prometheus_client import REGISTRY
     registry = REGISTRY if registry is None else registry
@@ -64,9 +77,7 @@ def register(
         exporter = _exporters[registry] = MultiprocessExporter() if is_multiprocess else GateCollector()
         if isinstance(exporter, GateCollector):
             registry.register(exporter)
-    metrics = exporter.metrics.setdefault(name, Metrics())
-    metrics.watch(gate, lag=lag)
-    return metrics
+    return exporter.metrics.setdefault(name, Metrics())
 
 
 _exporters: WeakKeyDictionary[Any, GateCollector | MultiprocessExporter] = WeakKeyDictionary()

@@ -780,6 +780,7 @@ def test_alerts_use_existing_metrics_and_have_a_severity() -> None:
     assert {name for rule in alerts() for name in named(rule["expr"])} <= shown_names() | recorded
     severities = {rule["alert"]: rule["labels"]["severity"] for rule in alerts() if "alert" in rule}
     pages = {"HeadgateCheckSlow", "HeadgateDegraded", "HeadgateDegradedForLong", "HeadgateScriptErrors"}
+    pages |= {"HeadgateLedgerUnavailable"}
     assert {name for name, severity in severities.items() if severity == "page"} == pages
     assert {*severities.values()} == {"page", "ticket"}
 

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 from weakref import ref
 
 from headgate._fork import reinit_after_fork
@@ -20,13 +20,13 @@ from headgate.telemetry.metrics.families import FAMILIES, LATENCY_US, OTHER, His
 from headgate.telemetry.metrics.limit_stats import WINDOW_US, LimitStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from headgate.events import Event
     from headgate.gate.event_stream import DecisionEvent, DecisionSource
     from headgate.telemetry.metrics.families import Labels
 
-__all__ = ["MAX_LIMITS", "MODES", "Metrics"]
+__all__ = ["MAX_LIMITS", "MODES", "MeterCounts", "MeterSource", "Metrics"]
 
 MAX_LIMITS: Final = 200
 """Limits with statistics of their own; the others share one."""
@@ -35,11 +35,42 @@ INTERVAL_US: Final = 60_000_000
 
 Lag: TypeAlias = "Callable[[], float]"
 """Returns the seconds for which a policy has not been the newest."""
+Counters: TypeAlias = "dict[tuple[str, Labels], float]"
+"""The last values of counters, which must not fall when their source is gone."""
 NONE: Final = "none"
 """The label of a route without a class, a client without a tier, a policy without a version."""
 EVENT_KINDS: Final = ("store-lost", "store-back", "state-lost", "moved", "settled")
 MODES: Final = {"open": "fail_open", "closed": "fail_closed", "local": "fail_local"}
 REASONS: Final = {"denied": "limit", "blocked": "blocked", "unavailable": "unavailable"}
+
+
+class MeterCounts(Protocol):
+    """The state of a quota meter, as its `MeterStats` have it."""
+
+    @property
+    def leased(self) -> int: ...
+    @property
+    def leases(self) -> int: ...
+    @property
+    def unwritten(self) -> int: ...
+    @property
+    def unwritten_s(self) -> float: ...
+    @property
+    def outage(self) -> int: ...
+    @property
+    def charges(self) -> int: ...
+    @property
+    def ledger_writes(self) -> int: ...
+    @property
+    def is_ledger_available(self) -> bool: ...
+    @property
+    def rejections(self) -> Mapping[tuple[str, str], int]: ...
+
+
+class MeterSource(Protocol):
+    """A `QuotaMeter`."""
+
+    def stats(self) -> MeterCounts: ...
 
 
 class Metrics:
@@ -57,6 +88,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._gates: list[GateState] = []
+        self._meters: list[MeterState] = []
         names = "decisions", "allowed", "blocked", "shadow_blocked", "rejections"
         self._totals = {name: LabeledTotals() for name in names}
         self._totals["degraded_mode"] = LabeledTotals(*[(mode,) for mode in MODES.values()])
@@ -76,6 +108,12 @@ class Metrics:
             self._gates.append(GateState(gate, lag))
         gate.add_observer(self)
         return True
+
+    def watch_meter(self, meter: MeterSource) -> None:
+        """Report the state of a quota meter, too."""
+        with self._lock:
+            if all(state.meter() is not meter for state in self._meters):
+                self._meters.append(MeterState(meter))
 
     def observe(self, events: Sequence[DecisionEvent]) -> None:
         """Count a batch of decisions."""
@@ -100,8 +138,9 @@ class Metrics:
             self._fold()
             samples = list(self._decision_samples(max([self._now_us, *[gate.now_us() for gate in gates]])))
         sums: dict[tuple[str, Labels], float] = {}
-        for state in states:
-            for name, labels, value in state.read():
+        sources: list[GateState | MeterState] = [*states, *self._meters]
+        for source in sources:
+            for name, labels, value in source.read():
                 total = sums.get((name, labels), 0)
                 sums[name, labels] = max(total, value) if FAMILIES[name].aggregation == "max" else total + value
         return samples + [Sample(FAMILIES[name], labels, value) for (name, labels), value in sums.items()]
@@ -110,8 +149,10 @@ class Metrics:
         """Start at zero: the counts of the parent are exported by the parent."""
         for totals in self._totals.values():
             totals.clear()
-        for state in self._gates:
-            state.reset()
+        for gate in self._gates:
+            gate.reset()
+        for meter in self._meters:
+            meter.reset()
         self._begin()
 
     def _begin(self) -> None:
@@ -212,21 +253,13 @@ class GateState:
         self._outages = 0
         self._outage_seconds = self._outage_requests = 0.0
         """Of outages that are over."""
-        self._counters: dict[tuple[str, Labels], float] = {}
-        """The last values, so that no counter falls when its gate is gone."""
+        self._counters: Counters = {}
 
     def read(self) -> Iterator[tuple[str, Labels, float]]:
         """Names, label values and values of all metrics."""
         gate = self.gate()
         read = [] if gate is None else [*self._health(gate), *self._policy(gate), *self._stats(gate)]
-        for suffix, labels, value in read:
-            name = f"rate_limiter_{suffix}"
-            if FAMILIES[name].kind == "counter":
-                self._counters[name, labels] = max(value, self._counters.get((name, labels), 0))
-            else:
-                yield name, labels, value
-        for (name, labels), value in self._counters.items():
-            yield name, labels, value
+        return _keep_counters(read, self._counters)
 
     def _health(self, gate: DecisionSource) -> Iterator[tuple[str, Labels, float]]:
         health = gate.health()
@@ -277,6 +310,49 @@ class GateState:
         elif event.kind == "store-back":
             self._outage_seconds += event.details["seconds"]
             self._outage_requests += event.details["requests"]
+
+
+class MeterState:
+    """Reads the metrics of a quota meter."""
+
+    def __init__(self, meter: MeterSource) -> None:
+        self.meter = ref(meter)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start at zero, in a forked child."""
+        self._counters: Counters = {}
+
+    def read(self) -> Iterator[tuple[str, Labels, float]]:
+        """Names, label values and values of all metrics."""
+        meter = self.meter()
+        return _keep_counters(() if meter is None else self._stats(meter.stats()), self._counters)
+
+    def _stats(self, stats: MeterCounts) -> Iterator[tuple[str, Labels, float]]:
+        yield "quota_leased", (), stats.leased
+        yield "quota_leases", (), stats.leases
+        yield "quota_unwritten", (), stats.unwritten
+        yield "quota_unwritten_seconds", (), stats.unwritten_s
+        yield "quota_outage", (), stats.outage
+        yield "quota_charges", (), stats.charges
+        yield "quota_ledger_writes", (), stats.ledger_writes
+        yield "quota_ledger_unavailable", (), float(not stats.is_ledger_available)
+        for (quota, reason), count in stats.rejections.items():
+            yield "quota_rejections", (quota, reason), count
+
+
+def _keep_counters(
+    read: Iterable[tuple[str, Labels, float]], counters: Counters
+) -> Iterator[tuple[str, Labels, float]]:
+    """Values with the full names of their families. Counters keep their last value when their source is gone."""
+    for suffix, labels, value in read:
+        name = f"rate_limiter_{suffix}"
+        if FAMILIES[name].kind == "counter":
+            counters[name, labels] = max(value, counters.get((name, labels), 0))
+        else:
+            yield name, labels, value
+    for (name, labels), value in counters.items():
+        yield name, labels, value
 
 
 @dataclass(slots=True)
