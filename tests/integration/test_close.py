@@ -1,7 +1,9 @@
-"""Closing a limiter during requests, twice, and from its own event listener."""
+"""Closing a limiter during requests, twice, and from its own event listener; and forgetting to close it."""
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -70,3 +72,26 @@ def test_event_listener_may_close_the_limiter(server: RedisServer, unique: str) 
     with paused(server):
         open_breaker(limiter, key)
     wait_until(lambda: "closed" in told, "the limiter to be closed")
+
+
+def test_forgotten_limiter_closes_its_connections(
+    server: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", warned.append)
+    gc.collect()
+    warned.clear()  # of earlier tests
+    for _ in range(200):  # the order in which a cycle is finalized varies
+        limiter = Limiter(server.url, budget=2)
+        limiter.check(key_of(unique))
+        (connection,) = next(iter(limiter.engine.store._pool._idle.values()))
+        connection._connection.cycle = connection
+        del limiter, connection
+    with server.client() as client:
+
+        def are_closed() -> bool:
+            gc.collect()
+            return len(client.client_list()) == 1
+
+        wait_until(are_closed, "the connections to be closed")
+    assert [str(each.exc_value) for each in warned] == []

@@ -14,6 +14,7 @@ import socket
 import ssl
 import sys
 import time
+import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from headgate.stores.redis.connection_factory import ConnectionFactory
     from headgate.stores.redis.encoding import Node
 
-__all__ = ["CONNECT_TIMEOUT_S", "ConnectionPool", "ConnectionUser", "PendingConnection", "SyncConnection"]
+__all__ = ["CONNECT_TIMEOUT_S", "ConnectionPool", "ConnectionUser", "PendingConnection", "SyncConnection", "socket_of"]
 
 MAX_IDLE: Final = 4
 """Idle connections kept per server."""
@@ -50,8 +51,8 @@ class SyncConnection:
     def __init__(
         self, connection: Any, budget_s: float, *, can_busy_poll: bool = False, max_bytes: int = MAX_REPLY_BYTES
     ) -> None:
-        self._connection = connection  # closes the socket when collected
-        self._socket = connection._sock  # noqa: SLF001 - redis-py has no public way to its socket
+        self._connection = connection
+        self._socket = socket_of(connection)
         if self._socket is None or self._socket.fileno() < 0:
             raise NotSent("cannot reach Redis: the connection was closed as soon as it was open")
         self._budget_s = budget_s
@@ -170,6 +171,18 @@ class SyncConnection:
         return size
 
 
+def socket_of(connection: Any) -> Any:
+    """The socket of a connection of redis-py, which has no public way to it."""
+    return connection._sock  # noqa: SLF001
+
+
+def close_when_collected(connection: Any) -> None:
+    """Close the socket before anything that is collected with it, as in a limiter that was forgotten, not closed:
+    `__del__` of redis-py comes at a random place among the finalizers of a cycle."""
+    if (opened := socket_of(connection)) is not None:
+        weakref.finalize(connection, opened.close).atexit = False
+
+
 def _new_poll(sock: Any, *, is_native: bool) -> Callable[[float], list[Any]]:
     """A function that tells if the socket is readable, within a timeout."""
     if is_native and hasattr(select, "poll"):
@@ -233,6 +246,7 @@ class PendingConnection:
         try:
             connection = self._make()
             connection.connect()
+            close_when_collected(connection)
             self._connection = connection
             self._finish(None)
         except Exception as error:  # including those of a credential provider: a caller is waiting

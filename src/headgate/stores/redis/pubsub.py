@@ -25,7 +25,7 @@ from headgate._interrupts import InterruptSafeEvent
 from headgate.errors import StoreError, StoreUnavailable
 from headgate.stores.redis.background_client import REPLY_TIMEOUT_S, BackgroundClient, read_block
 from headgate.stores.redis.batch_protocol import NotSent
-from headgate.stores.redis.connection_pool import CONNECT_TIMEOUT_S, PendingConnection
+from headgate.stores.redis.connection_pool import CONNECT_TIMEOUT_S, PendingConnection, socket_of
 from headgate.stores.redis.encoding import NO_KEYS, Command, CommandEncoder, Node
 
 if TYPE_CHECKING:
@@ -345,7 +345,7 @@ class _SubscriberConnection:
     """A connection that receives messages until it is closed, or its socket is shut down."""
 
     def __init__(self, connection: Any) -> None:
-        self.socket: socket.socket = connection._sock  # noqa: SLF001 - redis-py has no public way to its socket
+        self.socket: socket.socket = socket_of(connection)
         self.close = connection.disconnect
         self._reader = _MessageReader()
 
