@@ -22,6 +22,7 @@ import headgate
 from headgate import InvalidLimit, Key, Limit, speedups
 from headgate.algorithms import NEVER
 from headgate.gate import headers
+from headgate.regions import routing
 from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, Refund, Reset
 from headgate.stores.redis import decoding, encoding
@@ -59,6 +60,7 @@ def test_compiled_functions_are_used(native: Any) -> None:
     assert headers.RateLimitHeaders is native.RateLimitHeaders
     assert encoding.pack_keys is native.pack_keys
     assert decoding.answers is native.decode_allowed
+    assert routing.replace_fields is native.replace_fields
     store = MemoryStore(FakeClock())
     store.check(Limit(3, MINUTE).by("ada"))
     assert [type(meter) for meter in store._meters.values()] == [native.Meter]
@@ -80,6 +82,24 @@ def test_only_the_public_api_of_python_is_used() -> None:
 def test_each_algorithm_in_c_is_next_to_its_python_version(native: Any) -> None:
     assert [*METERED] == native.ALGORITHMS
     assert {file.stem for file in Path(headgate.__file__).parent.glob("algorithms/[!_]*.h")} == {*METERED}
+
+
+@pytest.mark.parametrize("replace", [routing.replace_fields, routing.plain_replace_fields])
+def test_fields_of_a_named_tuple_are_replaced(replace: Any) -> None:
+    check = Check((), 2, "id")
+    assert replace(check, 0, ("key",)) == Check(("key",), 2, "id")
+    assert replace(check, 1, 3, None) == Check((), 3, None)
+    assert type(replace(check, 0)) is Check
+    assert check == Check((), 2, "id")
+
+
+def test_replacing_fields_that_a_tuple_does_not_have_is_an_error(native: Any) -> None:
+    for args in ((), (Check((), 1),), ([], 0), (Check((), 1), "0")):
+        with pytest.raises(TypeError):
+            native.replace_fields(*args)
+    for start in (-1, 2, 4, sys.maxsize):
+        with pytest.raises(IndexError):
+            native.replace_fields(Check((), 1), start, "a", "b")
 
 
 @pytest.mark.parametrize("switch", ["1", "yes"])

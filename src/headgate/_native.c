@@ -3,6 +3,7 @@
  *     Meter, charge      the common check of the memory store    stores/memory.py
  *     pack_keys          the keys of a batch for Redis           plain_pack_keys in stores/redis/encoding.py
  *     decode_allowed     the reply to a batch                    plain_answers in stores/redis/decoding.py
+ *     replace_fields     another Key, Check or Decision          plain_replace_fields in regions/routing.py
  *     RateLimitHeaders   the header fields of a response         PlainRateLimitHeaders in gate/headers.py
  *
  * Only the public C API is used. A function returns None for input that is not the common case, before it has changed
@@ -605,6 +606,33 @@ static PyObject *decode_allowed(PyObject *self, PyObject *const *args, Py_ssize_
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
+/* -- Regions: replace_fields --------------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(replace_fields_doc,
+             "replace_fields(record, start, /, *values)\n--\n\n"
+             "Return a copy of a named tuple with other values for the fields from `start` on.");
+
+static PyObject *replace_fields(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs < 2 || !PyTuple_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "expected replace_fields(record, start, *values)");
+        return NULL;
+    }
+    PyObject *record = args[0];
+    Py_ssize_t start = PyLong_AsSsize_t(args[1]), size = PyTuple_GET_SIZE(record), count = nargs - 2;
+    if (start == -1 && PyErr_Occurred()) return NULL;
+    if (start < 0 || start > size || count > size - start) {
+        PyErr_Format(PyExc_IndexError, "%zd fields from %zd on of a tuple of %zd", count, start, size);
+        return NULL;
+    }
+    PyObject *copy = Py_TYPE(record)->tp_alloc(Py_TYPE(record), size);
+    for (Py_ssize_t index = 0; copy != NULL && index < size; index++) {
+        bool is_kept = index < start || index >= start + count;
+        PyObject *value = is_kept ? PyTuple_GET_ITEM(record, index) : args[2 + index - start];
+        PyTuple_SET_ITEM(copy, index, Py_NewRef(value));
+    }
+    return copy;
+}
+
 /* -- HTTP: RateLimitHeaders ---------------------------------------------------------------------------------------- */
 
 static const int128 SECOND_US = 1000000;
@@ -908,6 +936,7 @@ static PyMethodDef METHODS[] = {
     {"charge", (PyCFunction)(void (*)(void))charge, METH_FASTCALL, charge_doc},
     {"pack_keys", (PyCFunction)(void (*)(void))pack_keys, METH_FASTCALL, pack_keys_doc},
     {"decode_allowed", (PyCFunction)(void (*)(void))decode_allowed, METH_FASTCALL, decode_allowed_doc},
+    {"replace_fields", (PyCFunction)(void (*)(void))replace_fields, METH_FASTCALL, replace_fields_doc},
     {NULL, NULL, 0, NULL},
 };
 

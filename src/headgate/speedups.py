@@ -17,7 +17,7 @@ from typing import Any, Final
 
 __all__ = ["active", "describe", "functions", "pick", "reason"]
 
-FUNCTIONS: Final = ("charge", "pack_keys", "decode_allowed", "RateLimitHeaders")
+FUNCTIONS: Final = ("charge", "pack_keys", "decode_allowed", "replace_fields", "RateLimitHeaders")
 
 
 def _load() -> tuple[Any, str]:

@@ -148,9 +148,7 @@ class Region:
         if deposits:
             self.store.run(deposits[0])
             decision = self.store.run(check)
-        reservation = self.router.reservation(limit)
-        self.demand.record(pool, reservation, cost, decision.verdicts[0], allowed=decision.allowed)
-        return decision.allowed
+        return self.router.finish(Check((limit.by("ada"),), cost), check, decision).allowed
 
 
 LIMITS = [

@@ -154,6 +154,27 @@ class KeyDemand:
         self.left = 0
         """Tokens in the pool after the last answer."""
 
+    def record(self, cost: int, verdict: Verdict, allowed: bool) -> Verdict:
+        """Count a request; returns the verdict on the pool, completed by what is known of the home counter."""
+        left, retry_us, reset_us, _ = verdict
+        if allowed:
+            self.spent += cost
+        elif retry_us:  # another limit may have denied it
+            self.denied += cost
+        self.left, home = left, self.home
+        if home is not None:
+            # Without `min` and `max`, as this runs on every request.
+            home_left, until_us = home
+            wait_us = until_us - time.monotonic_ns() // 1000
+            if wait_us > reset_us:
+                reset_us = wait_us
+            if not home_left and 0 < retry_us < wait_us:
+                retry_us = wait_us
+            left += home_left
+            if left > self.reservation.limit.quota:
+                left = self.reservation.limit.quota
+        return left, retry_us, reset_us, 0
+
 
 class Demand:
     """The demand of this process on reserved keys, for the agent; and what the agent knows of the home counters."""
@@ -166,23 +187,15 @@ class Demand:
         self.refunds: deque[Refund] = deque(maxlen=MAX_REFUNDS)
         """Refunds to send to the home region."""
         self._home: dict[Key, HomeState] = {}
-        self._keys: dict[Key, KeyDemand] = {}
+        self.keys: dict[Key, KeyDemand] = {}
+        """The demand since the last `take`."""
 
-    def record(self, key: Key, reservation: Reservation, cost: int, verdict: Verdict, *, allowed: bool) -> Verdict:
-        """Count a request; returns the verdict on the pool, completed by what is known of the home counter."""
-        demand = self._keys.get(key) or self._open(key, reservation)
-        left, retry_us, reset_us, _ = verdict
-        if allowed:
-            demand.spent += cost
-        elif retry_us:  # another limit may have denied it
-            demand.denied += cost
-        demand.left, home = left, demand.home
-        if home is None:
-            return left, retry_us, reset_us, 0
-        until_us = max(0, home.until_us - time.monotonic_ns() // 1000)
-        if retry_us > 0 and not home.left:
-            retry_us = max(retry_us, until_us)
-        return min(left + home.left, reservation.limit.quota), retry_us, max(reset_us, until_us), 0
+    def open(self, key: Key, reservation: Reservation) -> KeyDemand:
+        """Begin to count the demand on a key; wakes the agent for one that it does not expect."""
+        demand = self.keys[key] = KeyDemand(key, reservation, self._home.get(key))
+        if key not in self.scheduled:
+            self.wake()
+        return demand
 
     def return_home(self, key: Key, reservation: Reservation, amount: int, at_us: int) -> None:
         """Refund tokens that the pool does not take back, as their batch has expired.
@@ -197,7 +210,7 @@ class Demand:
 
     def take(self) -> list[KeyDemand]:
         """The demand since the last call."""
-        taken, self._keys = self._keys, {}
+        taken, self.keys = self.keys, {}
         return list(taken.values())
 
     def take_refunds(self) -> list[Refund]:
@@ -205,14 +218,8 @@ class Demand:
 
     def set_home(self, key: Key, state: HomeState) -> None:
         self._home[key] = state
-        if (demand := self._keys.get(key)) is not None:
+        if (demand := self.keys.get(key)) is not None:
             demand.home = state
 
     def forget(self, key: Key) -> None:
         self._home.pop(key, None)
-
-    def _open(self, key: Key, reservation: Reservation) -> KeyDemand:
-        demand = self._keys[key] = KeyDemand(key, reservation, self._home.get(key))
-        if key not in self.scheduled:
-            self.wake()
-        return demand

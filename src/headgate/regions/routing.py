@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headgate.decisions import Decision
+from headgate import speedups
 from headgate.errors import InvalidLimit
-from headgate.keys import Key
 from headgate.limits import Limit
 from headgate.regions.cost import region_cost
 from headgate.regions.model import share_of
@@ -18,7 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from headgate.algorithms import Verdict
+    from headgate.decisions import Decision
     from headgate.failure import Fallback
+    from headgate.keys import Key
     from headgate.regions.cost import RegionCost
     from headgate.regions.model import Regions
     from headgate.regions.reserved import Reservation
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AtHome", "RegionRouter", "check_region", "merge_regions", "select"]
 
-_new_key = _new_check = _new_decision = tuple.__new__
 MAX_CACHED_LIMITS: Final = 10_000
 MAX_SAFE_WINDOWS: Final = 100_000
 
@@ -68,50 +68,53 @@ class RegionRouter:
         limit = key[0]
         if limit.region == "regional":
             return key
-        return _new_key(Key, (self._counted.get(limit) or self._add(limit), key[1], key[2]))
+        return replace_fields(key, 0, self._counted.get(limit) or self._add(limit))  # type: ignore[no-any-return]
 
     def own_check(self, check: Check) -> Check:
         """The check on the keys that are counted; the same check if none is translated, or the home region decides
         on one of them."""
-        keys, cost, id = check
+        keys = check[0]
         if len(keys) == 1:
             # The common case without calls, as this runs on every request.
-            limit, parts, identity = keys[0]
+            key = keys[0]
+            limit = key[0]
             if limit.region == "regional" or (limit.region == "central" and not self.regions.is_home):
                 return check
             counted = self._counted.get(limit) or self._add(limit)
-            return _new_check(type(check), ((_new_key(Key, (counted, parts, identity)),), cost, id))
+            return replace_fields(check, 0, (replace_fields(key, 0, counted),))  # type: ignore[no-any-return]
         if not any(key[0].region != "regional" for key in keys) or any(self.is_remote(key) for key in keys):
             return check
-        return _new_check(type(check), (tuple([self.counted(key) for key in keys]), cost, id))
+        return replace_fields(check, 0, tuple([self.counted(key) for key in keys]))  # type: ignore[no-any-return]
 
     def finish(self, check: Check, counted: Check, decision: Decision) -> Decision:
         """The decision of the own region as the caller gets it, after the worker has heard of it."""
-        allowed, _, verdicts, id, degraded, at_us, next_allowed_us, cost = decision
-        keys = check[0]
-        if degraded is not None:
+        keys, verdicts = check[0], decision[2]
+        if decision[4] is not None:
             pass  # the store has not counted it
-        elif len(keys) > 1:
+        elif len(keys) == 1:
+            verdicts = (self._record(keys[0][0].region, counted[0][0], check[1], decision, verdicts[0]),)  # type: ignore[arg-type]
+        else:
             rows = zip(keys, counted.keys, check.costs, verdicts, strict=True)
             verdicts = tuple(
                 [self._record(caller[0].region, key, cost, decision, verdict) for caller, key, cost, verdict in rows]
             )
-        elif keys[0][0].region != "divided":
-            verdicts = (self._record(keys[0][0].region, counted[0][0], cost, decision, verdicts[0]),)  # type: ignore[arg-type]
-        return _new_decision(Decision, (allowed, keys, verdicts, id, degraded, at_us, next_allowed_us, check[1]))
+        return replace_fields(decision, 1, keys, verdicts)  # type: ignore[no-any-return]
 
     def _record(self, mode: str, key: Key, cost: int, decision: Decision, verdict: Verdict) -> Verdict:
+        """Tell the worker of the verdict on a counted key; returns that on the caller's."""
         worker = self.worker
+        if mode == "reserved":
+            demand = worker.demand.keys.get(key)
+            if demand is None:
+                worker.ensure_agent()
+                demand = worker.demand.open(key, self._reservations[key[0]])
+            return demand.record(cost, verdict, decision[0])
         if mode == "reconciled":
             if cost and decision[0]:
                 if worker.counter.record(key, cost, decision[5]):
                     worker.ensure_exchange()
             elif worker.exchange is None:
                 worker.ensure_exchange()
-        elif mode == "reserved":
-            if worker.agent is None:
-                worker.ensure_agent()
-            return worker.demand.record(key, self._reservations[key[0]], cost, verdict, allowed=decision[0])
         return verdict
 
     def record_change(self, operation: Call, *, result: Any) -> None:
@@ -186,6 +189,14 @@ class RegionRouter:
             counted = counted_limit(limit, self.regions)
         self._counted[limit] = counted
         return counted
+
+
+def plain_replace_fields(record: Any, start: int, *values: Any) -> Any:
+    """A copy of a named tuple with other values for the fields from `start` on, faster than `_replace`."""
+    return tuple.__new__(type(record), (*record[:start], *values, *record[start + len(values) :]))
+
+
+replace_fields: Final[Callable[..., Any]] = speedups.pick("replace_fields", plain_replace_fields)
 
 
 def check_region(keys: Sequence[Key]) -> None:

@@ -29,7 +29,7 @@ __all__ = ["EXCHANGE_INTERVAL_S", "RegionWorker"]
 
 logger = logging.getLogger("headgate")
 
-EXCHANGE_INTERVAL_S: Final = 1.02
+EXCHANGE_INTERVAL_S: Final = 1.05
 """From one exchange to the next: fewer than one call per second to each other region."""
 MIN_PAUSE_S: Final = 0.25
 IDLE_INTERVAL_S: Final = 5.0
