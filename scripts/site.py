@@ -34,7 +34,17 @@ HOW_TO = {
     "Frameworks": ["asgi", "flask", "django", "aiohttp", "grpc", "functions", "view-limits"],
     "Gateways": ["gateways", "serve", "moving-from-ratelimit"],
     "Clients": ["clients"],
-    "Operation": ["config-store", "admin", "rollouts", "blocks", "metrics", "decision-log", "anomalies", "sizing"],
+    "Operation": [
+        "config-store",
+        "admin",
+        "rollouts",
+        "blocks",
+        "lists",
+        "metrics",
+        "decision-log",
+        "anomalies",
+        "sizing",
+    ],
     "Development": ["testing", "migrating", "contributing"],
 }
 REFERENCE = [

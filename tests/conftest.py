@@ -40,6 +40,12 @@ def outside_of_any_request() -> None:
     enter_context(UNLIMITED)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def lists_are_stored_apart(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Reputation lists are not stored in the home directory of the developer."""
+    os.environ["HEADGATE_CACHE"] = str(tmp_path_factory.mktemp("lists"))
+
+
 DEPLOYMENTS = ("redis7", "valkey9", "cluster", "sentinel")
 REMOTE = (*DEPLOYMENTS, "sharded")
 

@@ -13,7 +13,9 @@ __all__ = ["Event", "EventEmitter", "EventKind"]
 
 logger = logging.getLogger("headgate")
 
-EventKind: TypeAlias = Literal["store-lost", "store-away", "store-back", "settled", "state-lost", "moved"]
+EventKind: TypeAlias = Literal[
+    "store-lost", "store-away", "store-back", "settled", "state-lost", "moved", "list-failed", "list-back"
+]
 
 LEVELS: Final[Mapping[EventKind, int]] = {
     "store-lost": logging.ERROR,
@@ -22,6 +24,8 @@ LEVELS: Final[Mapping[EventKind, int]] = {
     "settled": logging.INFO,
     "state-lost": logging.ERROR,
     "moved": logging.WARNING,
+    "list-failed": logging.ERROR,
+    "list-back": logging.WARNING,
 }
 
 
@@ -30,7 +34,8 @@ class Event(NamedTuple):
 
     "store-lost": requests are decided without the store from now on; "store-away": they still are; "store-back": no
     longer; "settled": what was admitted in the meantime is charged; "state-lost": a server has lost its counters;
-    "moved": another server has taken over.
+    "moved": another server has taken over; "list-failed": the newest version of a reputation list cannot be used, and
+    the last good one stays in force; "list-back": it can again.
     """
 
     kind: EventKind

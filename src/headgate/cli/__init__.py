@@ -29,7 +29,7 @@ EXIT_BROKEN_PIPE: Final = 141
 
 COMMANDS: Final = (
     "check", "explain", "replay", "suggest", "simulate", "why", "who", "override", "block", "tier", "reset", "tail",
-    "top", "regions", "audit", "policy", "scripts", "ledger", "token", "admin", "serve", "completion",
+    "top", "regions", "lists", "audit", "policy", "scripts", "ledger", "token", "admin", "serve", "completion",
 )  # fmt: skip
 """The commands. The module of each has run() and OPTIONS, or ACTIONS, a table of functions with their options; the
 docstrings are the help. Only the module of the command that runs is imported."""

@@ -15,13 +15,14 @@ import os
 import re
 import secrets
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from headgate.cli.options import JSON, POLICY_FILE, option
 from headgate.cli.terminal import BOLD, DIM, GREEN, RED, YELLOW, Terminal
 from headgate.errors import InvalidInput, InvalidPolicy
 from headgate.policy.api_keys import ApiKeyHasher
+from headgate.policy.lists.list_watcher import stored_lists
 from headgate.policy.loader import UnreadablePolicy, decoded, file_content, load
 from headgate.policy.region_settings import has_plain_password
 from headgate.policy.snapshot import Snapshot
@@ -108,6 +109,8 @@ class CheckReport:
                 f"limits are {' or '.join(shared)}, and the policy has no regions: the app must give region=, regions= "
                 "and home="
             )
+        if any("${" not in value for each in self.policy.lists for value in each.headers.values()):
+            notes.append("headers of a list in plain text: write an environment variable, like ${LIST_TOKEN}")
         if settings is not None and any(map(has_plain_password, settings.stores.values())):
             notes.append("a password in plain text under regions: write an environment variable, like ${EU_PASSWORD}")
         return notes
@@ -118,13 +121,14 @@ class CheckReport:
         if policy is None:
             return {}
         sections = (policy.rules, policy.routes, policy.tiers, policy.clients, policy.overrides, policy.blocked)
-        return dict(zip(_SECTIONS, map(len, sections), strict=True))
+        counts = dict(zip(_SECTIONS, map(len, sections), strict=True))
+        return {**counts, "lists": len(policy.lists)} if policy.lists else counts
 
 
 def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     if arguments.envoy:
         return _check_envoy(arguments, out, err)
-    reports, strict = [check_file(file) for file in arguments.files], arguments.strict
+    reports, strict = [_with_lists(check_file(file)) for file in arguments.files], arguments.strict
     if arguments.json:
         out.print(json.dumps([_as_dict(report, strict=strict) for report in reports], indent=2))
     else:
@@ -172,6 +176,22 @@ def check_file(file: str) -> CheckReport:
         return CheckReport(file, (CheckProblem(f"{error}"),))
     warnings = tuple([CheckProblem.read(text, file, is_warning=True) for text in policy.warnings])
     return CheckReport(file, warnings, policy)
+
+
+def _with_lists(report: CheckReport) -> CheckReport:
+    """The report with warnings of reputation lists that this machine cannot read."""
+    lists = None if report.policy is None else stored_lists(report.policy)
+    if lists is None:
+        return report
+    problems = []
+    for status in lists.status:
+        stays = f"version {status.version} stays in force" if status.is_loaded else "no address is listed in it"
+        if status.error is not None:
+            problems.append(CheckProblem(f"list {status.name}: {status.error}; {stays}", is_warning=True))
+        elif status.invalid:
+            message = f"list {status.name}: {status.invalid:,} of its entries are no networks and are skipped"
+            problems.append(CheckProblem(message, is_warning=True))
+    return replace(report, problems=(*report.problems, *problems))
 
 
 def print_problems(report: CheckReport, err: Terminal) -> None:

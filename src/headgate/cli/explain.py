@@ -24,10 +24,11 @@ from headgate.errors import InvalidInput
 from headgate.policy import scalars
 from headgate.policy.addresses import UNKNOWN, Addresses, Networks, canonical
 from headgate.policy.api_keys import ApiKeyHasher
-from headgate.policy.model import ADDRESSES, EPOCH, Block, Identity, Override, Policy, Rule
+from headgate.policy.lists.list_watcher import stored_lists
+from headgate.policy.model import ADDRESSES, EPOCH, LIST, Block, Identity, Override, Policy, Rule
 from headgate.policy.region_settings import RegionTerms, region_terms
 from headgate.policy.routes import Matcher, decode_path, normalize_method
-from headgate.policy.snapshot import UNMATCHED, AppliedLimit, Resolution, RoutePlan, Snapshot
+from headgate.policy.snapshot import LISTED, UNMATCHED, AppliedLimit, Resolution, RoutePlan, Snapshot
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -248,7 +249,7 @@ class Explanation(NamedTuple):
 
 
 def explain(policy: Policy, request: HypotheticalRequest) -> Explanation:
-    snapshot = Snapshot(policy, request.api_keys.fingerprint)
+    snapshot = Snapshot(policy, request.api_keys.fingerprint, lists=stored_lists(policy))
     notes = [_TEMPORARY_HASH] if "api_key" in request.who and not request.has_secret else []
     if snapshot.api_keys is not None and request.who.get("api_key", "") not in (*snapshot.api_keys, ""):
         notes.append(_UNKNOWN_KEY)
@@ -278,11 +279,17 @@ def explain(policy: Policy, request: HypotheticalRequest) -> Explanation:
         tier=resolution.tier,
         on_failure=plan.on_failure,
         is_exempt=plan.is_exempt,
-        blocked=None if block is None else f"{request.describe(block.identity)}{_terms(block)}",
+        blocked=None if block is None else _blocked(block, request),
         limits=tuple(limits),
         left_out=left_out,
         notes=(*notes, *_mounts(policy, plan, request.path)),
     )
+
+
+def _blocked(block: Block, request: HypotheticalRequest) -> str:
+    if block.identity.kind == LIST:  # its reason names the list
+        return f"{request.who['address']} is {block.reason}"
+    return f"{request.describe(block.identity)}{_terms(block)}"
 
 
 def _bounds(rule: Rule, limit: Limit, plan: RoutePlan, policy: Policy) -> tuple[Bound, ...]:
@@ -333,6 +340,8 @@ def _reasons(met: AppliedLimit, resolution: Resolution, request: HypotheticalReq
         yield f"tier {met.origin}"
     if met.lacks is not None:
         yield f"no {met.lacks}: counted by address"
+    if rule.lists:
+        yield f"listed in {' and '.join(name for name in rule.lists if name in resolution.who.get(LISTED, '').split())}"
     if rule.settled:
         yield "reserved: the app settles the actual cost"
     if rule.count_when is not None:
@@ -371,6 +380,9 @@ def _skipped_rules(resolution: Resolution) -> Iterator[SkippedLimit]:
         if rule.limit is None and tier not in rule.tiers:
             tiers = f"tier{'s' if len(rule.tiers) > 1 else ''} {', '.join(rule.tiers)}"
             yield SkippedLimit(rule.name, f"only for {tiers}; this client has {f'tier {tier}' if tier else 'no tier'}")
+            continue
+        if rule.lists and not set(rule.lists) & set(who.get(LISTED, "").split()):
+            yield SkippedLimit(rule.name, f"only for addresses in {' or '.join(rule.lists)}; this one is not listed")
             continue
         lacks = next(kind for kind in rule.by if kind not in ("client", "endpoint") and not who.get(kind))
         if rule.missing == "skip":

@@ -77,6 +77,11 @@ class ActivePolicy:
     def cached_clients(self) -> ClientCache:
         return self._period[2]
 
+    def forget_clients(self) -> None:
+        """Resolve the next request of every client anew, because lists have changed."""
+        start_us, end_us, _ = self._period
+        self._period = start_us, end_us, ClientCache()
+
     def resolve(
         self, route: RoutePlan, request: RequestInfo, kinds: frozenset[str], from_app: AppIdentities, now_us: int
     ) -> ResolvedRequest:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from headgate.health import Health
     from headgate.keys import Key
     from headgate.local.tier import LocalTier
+    from headgate.policy.lists.list_watcher import ListStatus, ListWatcher, NetworkLists
     from headgate.policy.snapshot import Resolution, RoutePlan
     from headgate.stores.memory import MemoryStore
 
@@ -223,6 +224,9 @@ class GateBase:
         self._region_options: dict[str, Any] = {
             name: value for name, value in options.items() if name in REGION_OPTIONS
         }
+        self._lists: NetworkLists | None = None
+        """The reputation lists; None until a policy has some."""
+        self._failed_lists: set[str] = set()
         self._started_with: RegionSettings | None = None
         """The regions of the first policy; later changes of them take effect when the process is restarted."""
         self._random_secret = secrets.token_bytes(32)
@@ -559,7 +563,7 @@ class GateBase:
                 SECRET_VARIABLE,
             )
         options: Any = {"hash_shared": self._shared_hash(policy), "trusts_keys": "api_key" in self._functions}
-        snapshot = Snapshot(policy, api_keys.fingerprint, self._hash_identity, **options)
+        snapshot = Snapshot(policy, api_keys.fingerprint, self._hash_identity, lists=self._lists, **options)
         return self._compiled(snapshot, api_keys, self._functions, snapshot)
 
     def _compiled(
@@ -638,6 +642,10 @@ class GateBase:
         if not hasattr(self, "_limiter"):
             self._open_limiter(policy)
         self._check_regions(policy)
+        if policy.lists and self._lists is None:
+            self._lists = _network_lists(self._on_list_change)
+        if self._lists is not None:
+            self._lists.configure(policy.lists)
         active = self._compile(policy)
         for warning in policy.warnings[:MAX_LOGGED_WARNINGS]:
             logger.warning("policy %s: %s", policy.name, warning)
@@ -663,6 +671,26 @@ class GateBase:
             parts = before.snapshot.parts()
             del before
             release(parts)
+
+    def _on_list_change(self, watcher: ListWatcher) -> None:
+        """Apply another version of a list, or report that its newest one cannot be used; in a thread of its own."""
+        name, error = watcher.source.name, watcher.error
+        if (active := getattr(self, "active_policy", None)) is not None:
+            active.forget_clients()
+        emitter = self._local.event_emitter
+        if error is not None:
+            self._failed_lists.add(name)
+            stays = f"version {watcher.version} stays in force" if watcher.version else "no address is listed in it"
+            emitter.emit("list-failed", f"list {name}: {error}; {stays}", list=name, error=error)
+        elif name in self._failed_lists:
+            self._failed_lists.discard(name)
+            text = f"list {name}: version {watcher.version} is in force after failures"
+            emitter.emit("list-back", text, list=name, version=watcher.version)
+
+    @property
+    def list_status(self) -> list[ListStatus]:
+        """The state of each reputation list."""
+        return [] if self._lists is None else self._lists.status
 
     def _secret(self, policy: Policy) -> bytes:
         """The key of API key hashes: the same on all machines that share a store."""
@@ -749,6 +777,8 @@ class GateBase:
         """Stop following the policy and deliver the last events, before the control plane and the store are closed."""
         if self.policy_watcher is not None:
             self.policy_watcher.close()
+        if self._lists is not None:
+            self._lists.close()
         self.is_closed = True
         self.flush_events()
 
@@ -779,6 +809,12 @@ def _control_plane(control: Any) -> Any:
             f"control {control!r}: give the URL of a config store, like sqlite:///headgate.db, or a ControlPlane"
         )
     return control
+
+
+def _network_lists(on_change: Callable[[ListWatcher], None]) -> NetworkLists:
+    """The reputation lists of a gate; imported lazily, as most policies have none."""
+    found: NetworkLists = importlib.import_module("headgate.policy.lists.list_watcher").NetworkLists(on_change)
+    return found
 
 
 def _checked_functions(identities: Mapping[str, IdentityFunction] | None) -> dict[str, IdentityFunction]:

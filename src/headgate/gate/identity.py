@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headgate.errors import InvalidConfiguration
 from headgate.policy.addresses import Addresses
-from headgate.policy.snapshot import AMBIGUOUS, OTHER_API_KEYS
+from headgate.policy.snapshot import AMBIGUOUS, LISTED, OTHER_API_KEYS
 
 if TYPE_CHECKING:
     from headgate.gate.admission import RequestInfo
@@ -37,7 +37,7 @@ NO_IDENTITIES: Final[AppIdentities] = {}
 MAX_KEY_LINES: Final = 16
 """Lines of an API key header that are read; requests with several lines are ambiguous anyway."""
 
-RESERVED_KINDS: Final = frozenset({"address", "ip", "subnet", "endpoint", "client", "global"})
+RESERVED_KINDS: Final = frozenset({"address", "ip", "subnet", "endpoint", "client", "global", LISTED})
 """The kinds that the app cannot supply."""
 
 LOG_INTERVAL_S: Final = 1.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from headgate._pace import release
 from headgate.errors import InvalidLimit
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Builder"]
 
+FILE_REFRESH: Final = timedelta(seconds=10)
+"""Between two checks of a list in a file, which read it only if it has changed."""
 KIND_NAMES: Final = {"ip": "IP", "api_key": "API key"}
 CLIENT_KINDS: Final = frozenset(["api_key", "tenant", "user", "ip"])
 
@@ -82,9 +84,18 @@ class Builder:
             self._warnings.add(entry.at("limits"), message)
         self._rules.release()
         rules = tuple([draft.rule() for draft in drafts])
-        made = model.Policy(rules, tuple(routes), self._tiers, default_tier, clients, overrides, self._blocked())
+        blocked = self._blocked()
+        made = model.Policy(rules, tuple(routes), self._tiers, default_tier, clients, overrides, blocked)
         named = {name: entry.fields[name] for name in ("on_failure", "name") if name in entry.fields}
-        return replace(made, identity=identity, answers=answers, store=store, regions=self._regions, **named)
+        return replace(
+            made,
+            lists=self._lists(drafts, blocked),
+            identity=identity,
+            answers=answers,
+            store=store,
+            regions=self._regions,
+            **named,
+        )
 
     def _all_routes(self) -> list[tuple[model.RouteRule, Path]]:
         made = []
@@ -231,13 +242,68 @@ class Builder:
     def _blocked(self) -> tuple[model.Block, ...]:
         made = []
         for entry in self._entry.get("blocked", ()):
-            identity = self._identity(entry)
+            identity = self._blocked_identity(entry)
             if identity is not None:
                 made.append(model.Block(identity, self._validity(entry), entry.get("reason")))
                 if identity.kind in model.ADDRESSES and identity.value.endswith("/0"):
                     effect = "all requests are rejected, except to routes of cost 0"
                     self._warnings.add(entry.path, f"{identity.value} matches every address: {effect}")
         return tuple(made)
+
+    def _blocked_identity(self, entry: StructValue) -> model.Identity | None:
+        """The identity of a block; None if a problem was added."""
+        name = entry.get("list")
+        if name is None:
+            return self._identity(entry)
+        others = [kind for kind in entry.fields if kind in self._kinds]
+        if others:
+            entry.report("list", f"list and {others[0]} in one entry; write an entry for each")
+        if not self._is_known_list(name):
+            entry.report("list", self._unknown_list(name))
+        return model.Identity(model.LIST, name)
+
+    def _is_known_list(self, name: str) -> bool:
+        return name in self._entry.get("lists", {}) or not self._is_whole("lists")
+
+    def _unknown_list(self, name: str) -> str:
+        known = self._entry.get("lists", {})
+        return f"no list is called {name!r}; {nearest(name, known, 'add it to lists:')}"
+
+    def _lists(self, drafts: list[RuleDraft], blocked: Iterable[model.Block]) -> tuple[model.ListSource, ...]:
+        used = {each.identity.value for each in blocked if each.identity.kind == model.LIST}
+        for draft in drafts:
+            names = draft.entry.get("lists", ())
+            used.update(names)
+            for name in names:
+                if not self._is_known_list(name):
+                    draft.entry.report("lists", self._unknown_list(name))
+        made = []
+        for name, entry in self._entry.get("lists", {}).items():
+            path = (*self._entry.at("lists"), name)
+            if name not in used:
+                remedy = f"block it with {{list: {name}}} under blocked, or name it under lists: of a limit"
+                self._warnings.add(path, f"list {name!r} has no effect; {remedy}")
+            fields = {"source": entry} if isinstance(entry, str) else dict(entry.fields)
+            if "source" not in fields:
+                if not entry.broken:
+                    message = "a list without a source; add one like source: https://lists.example/bad.netset"
+                    self._problems.add(path, message)
+                continue
+            self._check_list(fields, entry)
+            fields["exempt"] = fields.pop("except", ())
+            if not fields["source"].startswith(model.URL_SCHEMES):
+                fields.setdefault("refresh", FILE_REFRESH)
+            made.append(model.ListSource(name, **fields))
+        return tuple(made)
+
+    def _check_list(self, fields: dict[str, Any], entry: Any) -> None:
+        """Report fields that have no effect in the format or for the source."""
+        format = fields.get("format", "plain")
+        for name, owner in (("column", "csv"), ("key", "json")):
+            if name in fields and format != owner:
+                entry.report(name, f"{name} is for format: {owner}, and this list is {format}; change one of them")
+        if "headers" in fields and not fields["source"].startswith(model.URL_SCHEMES):
+            entry.report("headers", "headers are for a URL, and the source is a file; leave them out")
 
     def _identity(self, entry: StructValue) -> model.Identity | None:
         found = [kind for kind in entry.fields if kind in self._kinds]

@@ -32,6 +32,7 @@ _SECTIONS: Final[dict[str, tuple[str, Callable[[Any], object]]]] = {
     "clients": ("clients", lambda client: client.identity),
     "overrides": ("overrides", lambda each: (each.identity, each.rule, each.route_class, each.validity)),
     "blocks": ("blocked", lambda block: (block.identity, block.validity)),
+    "lists": ("lists", lambda each: each.name),
 }
 """The sections of a policy: the attribute that holds one, and the part of an entry that identifies it."""
 

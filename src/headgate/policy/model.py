@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from headgate.policy.routes import Template
 
 __all__ = [
-    "ADDRESSES", "EPOCH", "NET_SUFFIX", "AnswerSettings", "Block", "Client", "Identity", "IdentitySettings",
-    "LeaseMode", "Override", "Policy", "RegionSettings", "RouteMode", "RouteRule", "Rule", "StatusTest",
-    "StoreSettings", "Validity", "net_name",
+    "ADDRESSES", "EPOCH", "LIST", "NET_SUFFIX", "URL_SCHEMES", "AnswerSettings", "Block", "Client", "Identity",
+    "IdentitySettings", "LeaseMode", "ListSource", "Override", "Policy", "RegionSettings", "RouteMode", "RouteRule",
+    "Rule", "StatusTest", "StoreSettings", "Validity", "net_name",
 ]  # fmt: skip
 
 RouteMode: TypeAlias = Literal["open", "closed", "local"]
@@ -34,6 +34,11 @@ EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 ADDRESSES: Final = ("ip", "subnet")
 """The kinds of identity that every request has."""
+
+LIST: Final = "list"
+"""The kind of identity by which a block names a reputation list."""
+
+URL_SCHEMES: Final = ("http://", "https://")
 
 NET_SUFFIX: Final = " (unknown keys)"
 LONGEST_NAME: Final = 100
@@ -126,6 +131,9 @@ class Rule:
     net_of: str | None = None
     """In the safety net of a limit by API key, the name of that limit; see `policy.snapshot.UnknownKeyNet`."""
 
+    lists: tuple[str, ...] = ()
+    """The reputation lists to whose addresses it applies; empty for all requests."""
+
     @property
     def leaves_region(self) -> bool:
         """True if identities that it counts are known to other regions."""
@@ -164,9 +172,37 @@ class Block:
     """A client whose requests are all rejected."""
 
     identity: Identity
-    """An `ip` may be a network: 203.0.113.0/24."""
+    """An `ip` may be a network: 203.0.113.0/24. A `list` is the name of a reputation list."""
     validity: Validity = Validity()
     reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ListSource:
+    """A reputation list: networks in a file or at a URL."""
+
+    name: str
+    source: str
+    format: Literal["plain", "csv", "json", "crowdsec"] = "plain"
+    refresh: timedelta = timedelta(hours=1)
+    """The time between two checks for a newer version."""
+    max_size: int = 64 * 1024 * 1024
+    """In bytes, also after decompression."""
+    max_networks: int = 2_000_000
+    column: str | int | None = None
+    """Of CSV, the name of the column, or its number from 1; None for the first, without a header."""
+    key: str | None = None
+    """Of JSON, the name of the field with the network; None for an array of texts."""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Sent with requests for a URL. ${NAME} in a value stands for an environment variable."""
+    secret: str | None = field(default=None, repr=False)
+    """${NAME} of the environment variable with the key of its signature, in a file SOURCE.hmac; None if not signed."""
+    exempt: tuple[str, ...] = ()
+    """Networks that do not count as listed."""
+
+    @property
+    def is_url(self) -> bool:
+        return self.source.startswith(URL_SCHEMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +288,7 @@ class Policy:
     clients: tuple[Client, ...] = ()
     overrides: tuple[Override, ...] = ()
     blocked: tuple[Block, ...] = ()
+    lists: tuple[ListSource, ...] = ()
     identity: IdentitySettings = IdentitySettings()
     answers: AnswerSettings = AnswerSettings()
     store: StoreSettings = StoreSettings()

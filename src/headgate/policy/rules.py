@@ -53,7 +53,7 @@ class RuleDraft:
 
     def rule(self) -> Rule:
         given = self.entry.fields
-        names = ("cost", "count_when", "shadow", "on_failure", "missing", "unit", "lease")
+        names = ("cost", "count_when", "shadow", "on_failure", "missing", "unit", "lease", "lists")
         options: dict[str, Any] = {"unit": "concurrent-requests"} if self.is_concurrency else {}
         options |= {"cost": given["reserve"], "settled": True} if "reserve" in given else {}
         options |= {name: given[name] for name in names if name in given}

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HORIZON", "IDENTITIES", "VARIABLE", "OutOfRange", "address", "address_or_hash", "api_key", "by", "choice",
-    "draft", "duration", "duration_between", "factor_or_off", "first_day", "flag", "foreign_limit", "header",
-    "identity", "instant", "kind", "label", "method", "name", "numbers", "own_region", "period", "proxy", "rate",
-    "refusal", "region", "route", "safe_share", "share", "show", "status_test", "store_url", "subnet", "text",
-    "time_zone", "url", "whole",
+    "column", "draft", "duration", "duration_between", "factor_or_off", "first_day", "flag", "foreign_limit", "header",
+    "header_name", "identity", "instant", "kind", "label", "list_header", "list_name", "list_source", "method", "name",
+    "numbers", "own_region", "period", "proxy", "rate", "refusal", "region", "route", "safe_share", "share", "show",
+    "size", "status_test", "store_url", "subnet", "text", "time_zone", "url", "variable", "whole",
 ]  # fmt: skip
 
 IDENTITIES: Final = ("ip", "subnet", "user", "api_key", "tenant", "endpoint", "client")
@@ -63,7 +63,7 @@ _METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT"
 _SPELLINGS: Final = {re.sub("[-_]", "", kind): kind for kind in (*IDENTITIES, "global")} | {"address": "ip"}
 
 _FIELDS: Final = frozenset(
-    ["limit", "class", "bucket", "algorithm", "tier", "label", "reason", "valid_from", "valid_until"]
+    ["limit", "class", "bucket", "algorithm", "tier", "label", "reason", "valid_from", "valid_until", "list", "lists"]
 )
 """Fields of clients and overrides, which cannot be kinds of identity."""
 
@@ -397,6 +397,74 @@ def url(value: object) -> str:
         parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.netloc or not re.fullmatch(r"[!-~]{1,2000}", value):
         raise InvalidInput(f"{show(value)} is not an HTTP URL; write {wanted}")
+    return value
+
+
+def list_name(value: object) -> str:
+    """Parse the name of a reputation list."""
+    if type(value) is not str or not _KIND.fullmatch(value):
+        raise refusal(value, "the name of a list: letters, digits, _ and -, like firehol")
+    return value
+
+
+def list_source(value: object) -> str:
+    """Parse the source of a reputation list: an HTTP URL, or the path of a file."""
+    wanted = "a URL like https://lists.example/bad.netset, or a file like /etc/headgate/bad.txt"
+    found = text(value)
+    if "://" not in found:
+        if not found.strip() or "\0" in found:
+            raise refusal(value, wanted)
+        return found
+    try:
+        parts = urlsplit(found)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid or not re.fullmatch(r"[!-~]{1,2000}", found):
+        raise InvalidInput(f"not an HTTP URL or a file; write {wanted}")
+    if parts.username is not None or parts.password is not None:
+        raise InvalidInput('a URL must not contain a password; write headers: {Authorization: "${NAME}"}')
+    return found
+
+
+def header_name(value: object) -> str:
+    """Parse the name of a header field that is sent."""
+    if type(value) is not str or not _TOKEN.fullmatch(value):
+        raise refusal(value, "the name of a header, like X-Api-Key")
+    return value
+
+
+def column(value: object) -> str | int:
+    """Parse the name of a column, or its number from 1."""
+    if type(value) is int and 1 <= value <= 1000:
+        return value
+    if type(value) is str:
+        return label(value)
+    raise refusal(value, "the name of a column, or its number from 1")
+
+
+def size(value: object) -> int:
+    """Parse a number of bytes, like "64 MB"."""
+    found = re.fullmatch(r"\s*([0-9]{1,6})\s*(k|M|G)B\s*", value) if type(value) is str else None
+    amount = int(found[1]) * {"k": 1 << 10, "M": 1 << 20, "G": 1 << 30}[found[2]] if found else 0
+    if not 1024 <= amount <= 1 << 32:
+        raise refusal(value, 'a size from 1 kB to 4 GB, like "64 MB"')
+    return amount
+
+
+def list_header(value: object) -> str:
+    """Parse the value of a header field, which may contain ${NAME}. Messages do not show it: it may be a password."""
+    if type(value) is not str or not re.fullmatch(r"[ -~]{1,2000}", value):
+        raise InvalidInput("this is not a header value; write up to 2000 printable ASCII characters")
+    if "${" in VARIABLE.sub("x", value):
+        raise InvalidInput("an environment variable is not written like ${LIST_TOKEN}; use letters, digits and _")
+    return value
+
+
+def variable(value: object) -> str:
+    """Parse ${NAME}: the secret itself does not belong in a policy."""
+    if type(value) is not str or not VARIABLE.fullmatch(value):
+        raise InvalidInput("a secret is the name of an environment variable, written like ${LIST_SECRET}")
     return value
 
 

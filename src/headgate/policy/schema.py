@@ -388,6 +388,7 @@ ROUTES: Final = ListOf(
     "[{path: /search, class: search, cost: 5}]",
 )
 
+_LIST_NAME: Final = _text(scalars.list_name, "firehol", pattern="^[A-Za-z][A-Za-z0-9_-]{0,49}$")
 _PATHS: Final = ListOf(ROUTE, "[/login, /signup]", or_one=True)
 _CLASSES: Final = ListOf(NAME, "[search, export]", or_one=True)
 _BY: Final = Scalar(
@@ -447,6 +448,10 @@ LIMIT: Final = Struct(
             _whole(1, 1_000, example=4), "Over how many counters it is spread; its numbers must be multiples of it."
         ),
         "region": Field(_choice(*REGION_MODES), "How the regions share it; each counts its own requests by default."),
+        "lists": Field(
+            ListOf(_LIST_NAME, "[firehol]", or_one=True),
+            "Only for addresses in one of these lists; for all, if not given.",
+        ),
     },
     example="like {by: ip, bucket: 10/minute}",
     remedies=_ELSEWHERE,
@@ -576,6 +581,71 @@ REGIONS: Final = Struct(
     },
 )
 
+_LIST_SOURCE: Final = _text(
+    scalars.list_source, "https://iplists.firehol.org/files/firehol_level1.netset", "/etc/headgate/bad.txt"
+)
+_REFRESH: Final = _text(
+    scalars.duration_between(timedelta(seconds=1), timedelta(days=30), example="1 hour"), "1 hour", "10 minutes"
+)
+LISTS: Final = MapOf(
+    _LIST_NAME,
+    OneOf(
+        {
+            str: _LIST_SOURCE,
+            dict: Struct(
+                "a list",
+                {
+                    "source": Field(_LIST_SOURCE, "The URL or the path of a file."),
+                    "url": Field(_LIST_SOURCE, "The same as source.", "source"),
+                    "file": Field(_LIST_SOURCE, "The same as source.", "source"),
+                    "format": Field(
+                        _choice("plain", "csv", "json", "crowdsec"),
+                        "Its format: plain, if not given: one network per line, as .netset of FireHOL.",
+                    ),
+                    "column": Field(
+                        Scalar(scalars.column, {"type": ["string", "integer"], "examples": ["network", 1]}),
+                        "The column of CSV: its name in the first line, or its number; 1, if not given.",
+                    ),
+                    "key": Field(
+                        _text(scalars.label, "cidr"), "The field of JSON objects; for an array of texts, leave it out."
+                    ),
+                    "refresh": Field(
+                        _REFRESH,
+                        "How often it is checked for a newer version; 1 hour for a URL, 10 seconds for a file.",
+                    ),
+                    "max_size": Field(
+                        _text(scalars.size, "64 MB", pattern="^ *[0-9]+ *[kMG]B *$"),
+                        "The most that is read, also after decompression; 64 MB by default.",
+                    ),
+                    "max_networks": Field(
+                        _whole(1, 20_000_000, example=2_000_000),
+                        "The most networks that it may have; 2,000,000 by default.",
+                    ),
+                    "headers": Field(
+                        MapOf(
+                            _text(scalars.header_name, "X-Api-Key"),
+                            _text(scalars.list_header, "${CROWDSEC_KEY}"),
+                            '{X-Api-Key: "${CROWDSEC_KEY}"}',
+                            is_secret=True,
+                        ),
+                        "Header fields of requests for it. ${NAME} stands for an environment variable.",
+                    ),
+                    "secret": Field(
+                        _text(scalars.variable, "${LIST_SECRET}"),
+                        "The key of its signature: SOURCE.hmac has the HMAC-SHA256 of the file in hexadecimal.",
+                    ),
+                    "except": Field(
+                        ListOf(ADDRESS, "[192.0.2.0/24]", or_one=True), "Networks that never count as listed."
+                    ),
+                },
+                example="like {source: https://lists.example/bad.netset, refresh: 1 hour}",
+            ),
+        },
+        "a URL or a file, or a mapping with source:",
+    ),
+    "{firehol: https://iplists.firehol.org/files/firehol_level1.netset}",
+)
+
 _API_KEY: Final = Scalar(scalars.api_key, {"type": ["string", "integer"]})
 _BLOCKED_ADDRESS: Final = Scalar(scalars.address_or_hash, ADDRESS.form)
 WHO: Final = {
@@ -614,6 +684,7 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
         **WHO,
         "ip": Field(_BLOCKED_ADDRESS, "An address, a network, or hmac: and the keyed hash of an address."),
         **own,
+        "list": Field(_LIST_NAME, "All addresses in a reputation list."),
         **VALIDITY,
     }
 
@@ -631,6 +702,7 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
             "answers": Field(ANSWERS, "Headers and rejections."),
             "store": Field(STORE, "Budget, denial cache, prepaid tokens, and behaviour during outages."),
             "regions": Field(REGIONS, "The stores of all regions, and the identities that may leave a region."),
+            "lists": Field(LISTS, "Reputation lists: networks from files and URLs, for blocked and limits."),
             "routes": Field(ROUTES, "Classes and costs of routes."),
             "limits": Field(LIMITS, "The limits: which requests meet them, who is counted, how many may pass."),
             "tiers": Field(

@@ -18,6 +18,7 @@ from headgate.limits import Limit
 from headgate.policy.addresses import Networks
 from headgate.policy.model import (
     ADDRESSES,
+    LIST,
     Block,
     Identity,
     LeaseMode,
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from headgate.keys import Key
+    from headgate.policy.lists.list_watcher import ListLookup
     from headgate.stores.operations import Cost
 
 __all__ = [
-    "AMBIGUOUS", "CLIENT_KINDS", "OTHER_API_KEYS", "UNMATCHED", "AppliedLimit", "CompiledRule", "Identities",
+    "AMBIGUOUS", "CLIENT_KINDS", "LISTED", "OTHER_API_KEYS", "UNMATCHED", "AppliedLimit", "CompiledRule", "Identities",
     "Resolution", "RoutePlan", "Snapshot", "UnknownKeyNet", "client_kind",
 ]  # fmt: skip
 
@@ -51,6 +53,9 @@ CLIENT_KINDS: Final = ("tenant", "api_key", "user", "ip")
 OTHER_API_KEYS: Final = "api_keys"
 """The kind for requests with several API keys: the hashes of those that are not counted, separated by spaces. A request
 is blocked if any of its keys is."""
+
+LISTED: Final = "lists"
+"""The kind for requests from listed addresses: the names of these lists, separated by spaces."""
 
 AMBIGUOUS: Final = "ambiguous"
 """The shared API key of all requests that repeat the header: such a client gets no counter of its own."""
@@ -191,8 +196,11 @@ class Snapshot:
         hash_shared: Callable[[str, str], str] | None = None,
         trusts_keys: bool = False,
         view: str | None = None,
+        lists: ListLookup | None = None,
     ) -> None:
-        """`view` is the name of a view that declares these limits itself, and the endpoint of all its requests.
+        """`lists` finds the reputation lists with an address; without it, no address is listed.
+
+        `view` is the name of a view that declares these limits itself, and the endpoint of all its requests.
 
         `hash_shared` computes, from kind and value, the form in which identities are counted by limits that several
         regions share; None for plain text.
@@ -201,6 +209,7 @@ class Snapshot:
         self.hash_shared = hash_shared
         self._keeps_addresses = policy.regions is not None and "ip" in policy.regions.stay
         self.view = view
+        self._lists = lists if _uses_lists(policy) else None
         self._fingerprints = {written: fingerprint(written) for written in policy.api_keys}
         settings = policy.identity
         self.unknown_key_factor = None if trusts_keys or settings.known_keys_only else settings.unknown_key_factor
@@ -233,7 +242,7 @@ class Snapshot:
         }
         self.api_keys = frozenset(self._fingerprints.values()) if settings.known_keys_only else None
         """The hashes of all valid API keys, if the policy accepts only known ones; else None."""
-        self.kinds = frozenset(kind for kind, _ in (*self._tiers, *self._blocks))
+        self.kinds = frozenset(kind for kind, _ in (*self._tiers, *self._blocks)) - {LISTED}
         self.tiers = frozenset({*policy.tiers, policy.default_tier} - {None})
 
     def route(self, method: str, path: str, mounted_path: str | None = None) -> RoutePlan:
@@ -243,6 +252,8 @@ class Snapshot:
 
     def resolve(self, route: RoutePlan, who: Identities, now_us: int) -> Resolution:
         """The limits of a request; `who` contains those of the route's `kinds` that the request has."""
+        if self._lists is not None and (names := self._lists.find(who.get("address", ""))):
+            who = {**who, LISTED: " ".join(names)}
         block = self._block(who, now_us) if self._blocks else None
         tier = self._tier(who, now_us) if self.tiers else None
         keys: list[Key] = []
@@ -344,6 +355,9 @@ class Snapshot:
         found: Block | None = self.find(self._blocks, who, now_us)
         for key in who.get(OTHER_API_KEYS, "").split():
             found = found or self.find(self._blocks, {"api_key": key}, now_us)
+        if found is not None and found.identity.kind == LIST and self._lists is not None:
+            listed = f"listed in {self._lists.describe(found.identity.value)}"
+            return replace(found, reason=f"{listed}: {found.reason}" if found.reason else listed)
         return found
 
     def _tier(self, who: Identities, now_us: int) -> str | None:
@@ -360,7 +374,7 @@ class Snapshot:
         hashed: dict[str, dict[str, list[_Ranked]]] = {}
         for rank, block in enumerate(blocks):
             kind, value = block.identity
-            if kind == "api_key" or not is_keyed_hash(value):
+            if kind in ("api_key", LIST) or not is_keyed_hash(value):
                 plain.append((block.identity, block))
             else:
                 hashed.setdefault(kind, {}).setdefault(value, []).append((rank, block))
@@ -379,11 +393,7 @@ class Snapshot:
             if kind == "api_key":
                 value = self._fingerprints[value]
             kinds.setdefault(kind, {}).setdefault(value, []).append((rank, entry))
-        return [
-            # An address is also looked up by the networks that contain it.
-            ("address", _find_in_networks(Networks(values))) if kind == "ip" else (kind, values.get)
-            for kind, values in kinds.items()
-        ]
+        return [_lookup(kind, values) for kind, values in kinds.items()]
 
     @staticmethod
     def find(lookups: list[_Lookup], who: Identities, now_us: int) -> Any:
@@ -409,8 +419,8 @@ class CompiledRule:
     """A rule compiled for one route."""
 
     __slots__ = (
-        "_hash", "_lookups", "_missing", "_route_identities", "_view", "cost", "has_overrides", "kinds", "limit",
-        "rule", "simple_kind", "tiers",
+        "_hash", "_lists", "_lookups", "_missing", "_route_identities", "_view", "cost", "has_overrides", "kinds",
+        "limit", "rule", "simple_kind", "tiers",
     )  # fmt: skip
 
     def __init__(self, rule: Rule, snapshot: Snapshot, route: RoutePlan) -> None:
@@ -428,13 +438,16 @@ class CompiledRule:
         self.has_overrides = bool(self._lookups)
         self._hash = snapshot.hash_shared if rule.leaves_region else None
         is_simple = not self._lookups and len(rule.by) == 1 and rule.by[0] not in ("endpoint", "client")
-        is_simple = is_simple and self._hash is None
+        is_simple = is_simple and self._hash is None and not rule.lists
+        self._lists = frozenset(rule.lists)
         self.simple_kind = rule.by[0] if is_simple else ""
         self.limit = rule.limit
         self.tiers: Mapping[Any, Limit] = rule.tiers
 
     def key(self, who: Identities, tier: str | None, now_us: int) -> Key | None:
         """The key of a request; None if the rule does not apply to it."""
+        if self._lists and self._lists.isdisjoint(who.get(LISTED, "").split()):
+            return None
         limit, _ = self.find_limit(who, tier, now_us)
         if limit is None:
             return None
@@ -526,6 +539,7 @@ def guards(guard: Rule, rule: Rule) -> bool:
         and guard.cost != 0
         and guard.count_when is None
         and not guard.shadow
+        and not guard.lists
         and (not _is_concurrency(guard) or _is_concurrency(rule))
     )
 
@@ -560,13 +574,28 @@ def _sort_key(of: tuple[Identity, Any]) -> tuple[bool, bool, int]:
 def _counts_all_by_address(rule: Rule) -> bool:
     """True if a limit counts every request by address; one for some tiers only, or by other identities, does not."""
     kinds = set(rule.by)
-    return rule.limit is not None and bool(kinds & {*ADDRESSES}) and kinds <= {*ADDRESSES, "endpoint"}
+    return (
+        rule.limit is not None and not rule.lists and bool(kinds & {*ADDRESSES}) and kinds <= {*ADDRESSES, "endpoint"}
+    )
 
 
 def _find_hashed(
     values: dict[str, list[_Ranked]], hash_identity: Callable[[str, str], str], kind: str, value: str
 ) -> list[_Ranked] | None:
     return values.get(hash_identity(kind, value))
+
+
+def _lookup(kind: str, values: dict[str, list[_Ranked]]) -> _Lookup:
+    """The lookup of one kind: an address is also found by the networks and the lists that contain it."""
+    if kind == "ip":
+        return "address", _find_in_networks(Networks(values))
+    if kind == LIST:
+        return LISTED, lambda names: [entry for name in names.split() for entry in values.get(name, ())]
+    return kind, values.get
+
+
+def _uses_lists(policy: Policy) -> bool:
+    return any(rule.lists for rule in policy.rules) or any(each.identity.kind == LIST for each in policy.blocked)
 
 
 def _find_in_networks(networks: Networks[list[_Ranked]]) -> Callable[[str], list[_Ranked]]:

@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate.algorithms import NEVER
+from headgate.policy.lists.list_watcher import stored_lists
 from headgate.policy.routes import decode_path
 from headgate.policy.snapshot import Snapshot, client_kind
 from headgate.replay.identities import LogIdentities
@@ -97,7 +98,7 @@ class PolicyReplay:
         max_counters: int = MAX_COUNTERS,
     ) -> None:
         self.policy = policy
-        self.snapshot = Snapshot(policy, hasher.fingerprint)
+        self.snapshot = Snapshot(policy, hasher.fingerprint, lists=stored_lists(policy))
         self.identities = LogIdentities(self.snapshot, hasher, tiers=tiers, paths=paths)
         self.clock = VirtualClock()
         self.store = MemoryStore(self.clock, max_keys=max_counters, kept_keys=KEPT_COUNTERS)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headgate.errors import InvalidInput
 from headgate.gate.identity import IdentityExtractor
+from headgate.policy.model import LIST
 from headgate.policy.routes import Template, decode_path, normalize_path
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def used_kinds(policy: Policy) -> frozenset[str]:
     kinds = {kind for rule in policy.rules for kind in rule.by}
     kinds |= {each.identity.kind for each in policy.clients}
     kinds |= {each.identity.kind for each in policy.overrides}
-    kinds |= {each.identity.kind for each in policy.blocked}
+    kinds |= {each.identity.kind for each in policy.blocked} - {LIST}
     if "client" in kinds:
         kinds |= {"tenant", "api_key", "user", "ip"}
     return frozenset(kinds)

@@ -11,7 +11,7 @@ from headgate.gate.base import SECRET_VARIABLE
 from headgate.policy.addresses import Networks, canonical
 from headgate.policy.api_keys import PREFIX, ApiKeyHasher, IdentityHashes
 from headgate.policy.model import NET_SUFFIX
-from headgate.policy.snapshot import AMBIGUOUS, CLIENT_KINDS, OTHER_API_KEYS, client_kind
+from headgate.policy.snapshot import AMBIGUOUS, CLIENT_KINDS, LISTED, OTHER_API_KEYS, client_kind
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -26,7 +26,7 @@ __all__ = ["EVERYBODY", "LABEL", "NodePseudonyms", "Pseudonym", "Pseudonymizer",
 LABEL: Final = "label"
 """The kind of keys that are labels."""
 
-NOT_IDENTITIES: Final = frozenset({"address", "subnet", "tier", OTHER_API_KEYS})
+NOT_IDENTITIES: Final = frozenset({"address", "subnet", "tier", LISTED, OTHER_API_KEYS})
 """Entries of `Identities` that do not identify a client."""
 
 MAX_CACHED: Final = 10_000

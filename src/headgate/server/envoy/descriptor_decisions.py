@@ -251,6 +251,11 @@ class DescriptorDecisions:
         return self._events.dropped
 
     @property
+    def list_status(self) -> tuple[()]:
+        """No lists: descriptors name what is limited, not who asks."""
+        return ()
+
+    @property
     def store_stats(self) -> Any:
         """The statistics of the store and the local tier, as `Limiter.stats`."""
         return self._limiter.stats

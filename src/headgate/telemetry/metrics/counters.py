@@ -258,7 +258,9 @@ class GateState:
     def read(self) -> Iterator[tuple[str, Labels, float]]:
         """Names, label values and values of all metrics."""
         gate = self.gate()
-        read = [] if gate is None else [*self._health(gate), *self._policy(gate), *self._stats(gate)]
+        read = (
+            [] if gate is None else [*self._health(gate), *self._policy(gate), *self._lists(gate), *self._stats(gate)]
+        )
         return _keep_counters(read, self._counters)
 
     def _health(self, gate: DecisionSource) -> Iterator[tuple[str, Labels, float]]:
@@ -288,6 +290,14 @@ class GateState:
             self._rejected_since = time.monotonic()
         since = self._rejected_since
         yield "config_refresh_lag_seconds", (), 0.0 if since is None else time.monotonic() - since
+
+    def _lists(self, gate: DecisionSource) -> Iterator[tuple[str, Labels, float]]:
+        for status in gate.list_status:
+            labels = (status.name,)
+            yield "list_networks", labels, status.networks
+            yield "list_failed", labels, float(status.error is not None)
+            if status.is_loaded:
+                yield "list_age_seconds", labels, max(0.0, time.time() - status.checked_us / 1_000_000)
 
     def _stats(self, gate: DecisionSource) -> Iterator[tuple[str, Labels, float]]:
         stats = gate.store_stats
