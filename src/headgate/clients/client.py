@@ -238,10 +238,16 @@ class PoliteClient:
         reinit_after_fork(self)
 
     def reset_after_fork(self) -> None:
-        """Forget requests in flight, which are the parent's."""
+        """Forget requests in flight and statistics, which are the parent's."""
         self._lock = threading.Lock()
+        self.stats = ClientStats()
         for scope in list(self._scopes.values()):
             scope.in_flight = 0
+
+    def hosts(self) -> list[str]:
+        """The hosts of which quotas are known."""
+        with self._lock:
+            return list(dict.fromkeys(key[0] for key in self._scopes if isinstance(key, tuple)))
 
     def quotas(self, host: str) -> list[Quota]:
         """The quotas that a host has last reported: quotas("https://api.example.com")."""

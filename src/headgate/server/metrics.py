@@ -33,7 +33,7 @@ class ServerMetrics:
             f"{sample.family.name}{suffix}{{{label_text(labels)}}}": value
             for name, metrics in self._metrics.items()
             for sample in metrics.read()
-            for suffix, labels, value in series_of(sample, name)
+            for suffix, labels, value in series_of(sample, ("gate", name))
         }
 
 

@@ -6,13 +6,14 @@ import logging
 import os
 import threading
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 from headgate._fork import reinit_after_fork
 from headgate.errors import name_missing_extra
 from headgate.telemetry.metrics.counters import Metrics
-from headgate.telemetry.metrics.families import FAMILIES, Histogram
+from headgate.telemetry.metrics.client_metrics import ClientMetrics
+from headgate.telemetry.metrics.families import CLIENT_FAMILIES, FAMILIES, Histogram
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -20,19 +21,25 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
     from prometheus_client.registry import CollectorRegistry
 
+    from headgate.clients.client import PoliteClient
     from headgate.gate.event_stream import DecisionSource
     from headgate.telemetry.metrics.counters import Lag, MeterSource
     from headgate.telemetry.metrics.families import Family, Sample
 
-__all__ = ["GateCollector", "MultiprocessExporter", "register", "register_meter", "series_of"]
+__all__ = ["MetricsCollector", "MultiprocessExporter", "register", "register_client", "register_meter", "series_of"]
 
 logger = logging.getLogger("headgate")
 
 WRITE_INTERVAL_S: Final = 1.0
 """The interval at which each of several processes writes its metrics to the shared directory."""
 
+_ALL_FAMILIES: Final = FAMILIES | CLIENT_FAMILIES
+
 DIRECTORY_VARIABLES: Final = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
 """The environment variables of prometheus-client's multiprocess mode."""
+
+Source: TypeAlias = "tuple[str, str]"
+"""The label that all series of a source have: ("gate", "default")."""
 
 
 def register(
@@ -55,62 +62,81 @@ def register(
     >>> b'rate_limiter_degraded{gate="default"} 0.0' in generate_latest(registry)
     True
     """
-    metrics = _metrics_of(registry, name)
+    metrics: Metrics = _sources(registry).setdefault(("gate", name), Metrics())
     metrics.watch(gate, lag=lag)
     return metrics
 
 
 def register_meter(meter: MeterSource, registry: CollectorRegistry | None = None, *, name: str = "default") -> Metrics:
     """Register the metrics of a `QuotaMeter` in a registry, under the label `gate` of the gate that it belongs to."""
-    metrics = _metrics_of(registry, name)
+    metrics: Metrics = _sources(registry).setdefault(("gate", name), Metrics())
     metrics.watch_meter(meter)
     return metrics
 
 
-def _metrics_of(registry: CollectorRegistry | None, name: str) -> Metrics:
+def register_client(
+    client: PoliteClient, registry: CollectorRegistry | None = None, *, name: str = "default"
+) -> ClientMetrics:
+    """Register the metrics of a polite client in a registry; by default, in the global one of prometheus-client.
+
+    The label `client` is the name; clients with the same name are exported as one.
+
+    >>> from headgate.clients import PoliteClient
+    >>> from prometheus_client import CollectorRegistry, generate_latest
+    >>> registry = CollectorRegistry()
+    >>> metrics = register_client(PoliteClient(), registry, name="stripe")
+    >>> b'rate_limiter_client_requests_total{client="stripe"} 0.0' in generate_latest(registry)
+    True
+    """
+    metrics: ClientMetrics = _sources(registry).setdefault(("client", name), ClientMetrics())
+    metrics.watch(client)
+    return metrics
+
+
+def _sources(registry: CollectorRegistry | None) -> dict[Source, Any]:
+    """The sources that are exported through a registry."""
     with name_missing_extra("metrics for Prometheus need", "prometheus", "prometheus_client"):
         from prometheus_client import REGISTRY
     registry = REGISTRY if registry is None else registry
     exporter = _exporters.get(registry)
     if exporter is None:
         is_multiprocess = any(os.environ.get(variable) for variable in DIRECTORY_VARIABLES)
-        exporter = _exporters[registry] = MultiprocessExporter() if is_multiprocess else GateCollector()
-        if isinstance(exporter, GateCollector):
+        exporter = _exporters[registry] = MultiprocessExporter() if is_multiprocess else MetricsCollector()
+        if isinstance(exporter, MetricsCollector):
             registry.register(exporter)
-    return exporter.metrics.setdefault(name, Metrics())
+    return exporter.sources
 
 
-_exporters: WeakKeyDictionary[Any, GateCollector | MultiprocessExporter] = WeakKeyDictionary()
+_exporters: WeakKeyDictionary[Any, MetricsCollector | MultiprocessExporter] = WeakKeyDictionary()
 """One per registry, as families must not be registered twice."""
 
 
-class GateCollector:
-    """A collector that reads the metrics of gates when a registry is scraped."""
+class MetricsCollector:
+    """A collector that reads the metrics of gates and clients when a registry is scraped."""
 
     def __init__(self) -> None:
-        self.metrics: dict[str, Metrics] = {}
-        """By gate name."""
+        self.sources: dict[Source, Metrics | ClientMetrics] = {}
 
     def describe(self) -> list[Metric]:
         """All families without samples, by which a registry detects duplicates."""
-        return [_empty(family) for family in FAMILIES.values()]
+        return [_empty(family) for family in _ALL_FAMILIES.values()]
 
     def collect(self) -> list[Metric]:
-        found = {name: _empty(family) for name, family in FAMILIES.items()}
-        for gate, metrics in list(self.metrics.items()):
+        found = {name: _empty(family) for name, family in _ALL_FAMILIES.items()}
+        for source, metrics in list(self.sources.items()):
             for sample in metrics.read():
                 metric = found[sample.family.name]
-                for suffix, labels, value in series_of(sample, gate):
+                for suffix, labels, value in series_of(sample, source):
                     metric.add_sample(metric.name + suffix, labels, value)
         return [metric for metric in found.values() if metric.samples]
 
 
 class MultiprocessExporter:
-    """Writes the metrics of gates to the directory of prometheus-client's multiprocess mode."""
+    """Writes the metrics of gates and clients to the directory of prometheus-client's multiprocess mode."""
 
     def __init__(self, *, every: float | None = WRITE_INTERVAL_S) -> None:
         """`every` is the interval in seconds of the background thread; None for no thread."""
-        self.metrics: dict[str, Metrics] = {}
+        self.sources: dict[Source, Metrics | ClientMetrics] = {}
         self._every = every
         self._values: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._gauges: set[Any] = set()
@@ -120,9 +146,9 @@ class MultiprocessExporter:
     def write(self) -> None:
         """Write all metrics now."""
         written = set()
-        for gate, metrics in list(self.metrics.items()):
+        for source, metrics in list(self.sources.items()):
             for sample in metrics.read():
-                for suffix, labels, number in series_of(sample, gate, is_cumulative=False):
+                for suffix, labels, number in series_of(sample, source, is_cumulative=False):
                     value = self._value(sample.family, suffix, labels)
                     value.set(number)
                     written.add(value)
@@ -168,10 +194,12 @@ def _empty(family: Family) -> Metric:
     return Metric(family.name, family.help, family.kind)
 
 
-def series_of(sample: Sample, gate: str, *, is_cumulative: bool = True) -> Iterator[tuple[str, dict[str, str], float]]:
+def series_of(
+    sample: Sample, source: Source, *, is_cumulative: bool = True
+) -> Iterator[tuple[str, dict[str, str], float]]:
     """The Prometheus samples of a value: name suffix, labels and value."""
     family, values, value = sample
-    labels = {"gate": gate, **dict(zip(family.labels, values, strict=True))}
+    labels = {source[0]: source[1], **dict(zip(family.labels, values, strict=True))}
     if not isinstance(value, Histogram):
         yield "_total" if family.kind == "counter" else "", labels, value
         return

@@ -556,7 +556,7 @@ def test_duplicate_metric_names_are_rejected() -> None:
     registry = CollectorRegistry()
     prometheus.register(Gate(read("limits: [{by: ip, bucket: 1/minute}]")), registry)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
-        registry.register(prometheus.GateCollector())
+        registry.register(prometheus.MetricsCollector())
 
 
 CHILD = """

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-__all__ = ["FAMILIES", "LATENCY_US", "REMAINING_SHARES", "Family", "Histogram", "LabeledTotals", "Labels", "Sample"]
+__all__ = [
+    "CLIENT_FAMILIES",
+    "FAMILIES",
+    "LATENCY_US",
+    "MAX_SERIES",
+    "REMAINING_SHARES",
+    "Family",
+    "Histogram",
+    "LabeledTotals",
+    "Labels",
+    "Sample",
+]
 
 Labels: TypeAlias = tuple[str, ...]
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
@@ -145,4 +156,23 @@ _ALL: Final = (
 )  # fmt: skip
 
 FAMILIES: Final = {family.name: family for family in _ALL}
-"""All families by their names in Prometheus."""
+"""The families of gates by their names in Prometheus."""
+
+_QUOTA_LABELS: Final = ("host", "quota")
+
+_OF_CLIENTS: Final = (
+    _family("client_requests", "counter", "Requests that polite clients have sent, retries included."),
+    _family("client_rejected", "counter", "Responses 429."),
+    _family("client_unavailable", "counter", "Responses 503."),
+    _family("client_retries", "counter", "Requests that were sent again after a rejection."),
+    _family("client_waits", "counter", "Waits before a request was sent."),
+    _family("client_wait_seconds", "counter", "Total time of these waits.", unit="s"),
+    _family("client_not_sent", "counter", "Requests that were not sent because they would have waited too long."),
+    _family("client_retries_refused", "counter", "Retries that the retry budget did not allow."),
+    _family("client_quota_limit", "gauge", "Size of a quota that a host reports.", _QUOTA_LABELS, aggregation="max"),
+    _family("client_quota_remaining", "gauge", "Part of a quota that was left at the last response.", _QUOTA_LABELS,
+            aggregation="max"),
+)  # fmt: skip
+
+CLIENT_FAMILIES: Final = {family.name: family for family in _OF_CLIENTS}
+"""The families of polite clients."""
