@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary, ref
 
 from headgate._fork import reinit_after_fork
 from headgate.errors import name_missing_extra
-from headgate.telemetry.metrics.counters import Metrics
 from headgate.telemetry.metrics.client_metrics import ClientMetrics
+from headgate.telemetry.metrics.counters import Metrics
 from headgate.telemetry.metrics.families import CLIENT_FAMILIES, FAMILIES, Histogram
 
 if TYPE_CHECKING:
