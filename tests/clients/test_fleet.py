@@ -20,6 +20,13 @@ def test_clients_that_share_a_store_use_the_limit_exactly() -> None:
     assert result.rejection_rate < 0.01
 
 
+def test_first_requests_of_clients_with_a_store_are_taken_from_the_shared_queue() -> None:
+    """They are sent before the limit is known, and would come on top of a queue that uses all of it."""
+    result = simulate(SHARED, 250, 40, start_within=20)
+    assert result.used >= 0.94
+    assert result.rejection_rate < 0.01
+
+
 def test_many_clients_settle() -> None:
     """The long form, with a thousand of them and the numbers of docs/clients.md, is `make bench-clients`."""
     result = simulate(POLITE, 200, 40, start_within=20)

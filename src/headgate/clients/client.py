@@ -262,7 +262,7 @@ class PoliteClient:
         started, attempt = self._now_s(), 0
         key = (request.host, self._partition_of(request))
         while True:
-            yield from self._wait_for_limits(request, key, started)
+            is_queued = yield from self._wait_for_limits(request, key, started)
             scope, ahead = yield from self._wait_for_turn(request, key, started)
             reply: Reply | None = None
             try:
@@ -273,6 +273,8 @@ class PoliteClient:
                 with self._lock:
                     scope.finish()
                     quotas = self._learn(scope, request, reply) if reply is not None else []
+            if not is_queued and not _is_rejection(reply, quotas):
+                yield from self._queue_afterwards(request, key)
             delay = self._retry_delay(request, reply, quotas, attempt, started)
             if delay is None:
                 return reply
@@ -339,22 +341,40 @@ class PoliteClient:
 
     def _wait_for_limits(
         self, request: Outgoing, key: Hashable, started: float
-    ) -> Generator[Pause | Question, Any, None]:
-        """Wait for the throttle, and for the queue of the quotas that are shared with other processes."""
+    ) -> Generator[Pause | Question, Any, bool]:
+        """Wait for the throttle, and for the queue of the quotas that are shared with other processes.
+
+        False if there is a shared store, but no quota is known yet.
+        """
         if self._throttle is not None:
             weight = self._throttle.weight(request.method.upper(), request.path.partition("?")[0])
             keys = self._throttle.keys(request.host)
             yield from self._wait_for_limiter(
                 request, Question(self._throttle.limiter, keys, weight), "throttle", started
             )
-        if self._shared is not None:
-            with self._lock:
-                keys = self._shared_keys(request, key)
-            if keys:
-                try:
-                    yield from self._wait_for_limiter(request, Question(self._shared, keys, 1), "shared", started)
-                except StoreError as error:
-                    logger.warning("the store of shared= failed, the request is sent without it: %s", error)
+        if self._shared is None:
+            return True
+        with self._lock:
+            keys = self._shared_keys(request, key)
+        if keys:
+            try:
+                yield from self._wait_for_limiter(request, Question(self._shared, keys, 1), "shared", started)
+            except StoreError as error:
+                logger.warning("the store of shared= failed, the request is sent without it: %s", error)
+        return bool(keys)
+
+    def _queue_afterwards(self, request: Outgoing, key: Hashable) -> Generator[Question, Any, None]:
+        """Take a place in the shared queue for a request that was sent before its quotas were known.
+
+        Otherwise processes that start add their first requests to a queue that uses the whole quota.
+        """
+        with self._lock:
+            keys = self._shared_keys(request, key)
+        if keys:
+            try:
+                yield Question(self._shared, keys, 1)
+            except StoreError as error:
+                logger.warning("the store of shared= failed: %s", error)
 
     def _wait_for_limiter(
         self, request: Outgoing, question: Question, reason: WaitReason, started: float
