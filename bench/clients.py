@@ -14,8 +14,10 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
@@ -26,6 +28,7 @@ from urllib3.util import Retry
 from bench.redis_server import free_port
 from headgate import Limiter
 from headgate.adapters.wsgi import HeadgateMiddleware
+from headgate.clients import deadline
 from headgate.clients.client import Attempt, Discard, Outgoing, PoliteClient, Question, Reply
 from headgate.clients.httpx import RateLimitTransport
 from headgate.errors import WaitTooLong
@@ -51,6 +54,8 @@ ENVIRON: Final = {
 POLICY: Final = f"limits: [{{name: api, by: ip, bucket: {QUOTA}/second}}]"
 BACKOFF_S: Final = 0.5
 RETRIES: Final = 5
+START_S: Final = 2.0
+"""The time in which all processes get ready to begin at the same instant."""
 
 
 @dataclass
@@ -196,9 +201,10 @@ def run_processes(kind: str, clients: int, seconds: float) -> Result:
     try:
         _wait_for(url)
         context = multiprocessing.get_context("fork")  # as interpreters that all start at once would be the load
-        barrier, queue = context.Barrier(clients), context.Queue()
+        begin, queue = context.Value("d"), context.Queue()
+        barrier = context.Barrier(clients, lambda: setattr(begin, "value", time.time() + START_S))
         processes = [
-            context.Process(target=_run_client, args=(kind, url, seconds, barrier, queue), daemon=True)
+            context.Process(target=_run_client, args=(kind, url, seconds, barrier, begin, queue), daemon=True)
             for _ in range(clients)
         ]
         for process in processes:
@@ -209,11 +215,10 @@ def run_processes(kind: str, clients: int, seconds: float) -> Result:
     finally:
         server.terminate()
         server.wait(10)
-    first, last = min(each["first"] for each in counts), max(each["last"] for each in counts)
     return Result(
         kind,
         clients,
-        last - first,
+        seconds,
         sum(each["admitted"] for each in counts),
         sum(each["rejected"] for each in counts),
         [each["admitted"] for each in counts],
@@ -244,23 +249,26 @@ def _serve(port: int) -> None:
     uvicorn.run(Middleware(app, policy), port=port, log_level="error", lifespan="off")
 
 
-def _run_client(kind: str, url: str, seconds: float, barrier: Any, queue: Any) -> None:
-    """Send requests for so long, and report the counts."""
-    barrier.wait()
-    counts = {"admitted": 0, "rejected": 0, "first": time.time(), "last": time.time()}
-    until = time.time() + seconds
+def _run_client(kind: str, url: str, seconds: float, barrier: Any, begin: Any, queue: Any) -> None:
+    """Send requests for so long from a common instant on, and report the counts."""
+    counts, until = {"admitted": 0, "rejected": 0}, inf
 
     class CountingTransport(httpx.HTTPTransport):
         def handle_request(self, request: httpx.Request) -> httpx.Response:
             response = super().handle_request(request)
-            counts["admitted" if response.status_code == 200 else "rejected"] += 1
+            if time.time() <= until:
+                counts["admitted" if response.status_code == 200 else "rejected"] += 1
             return response
 
     plain = CountingTransport()
     client = httpx.Client(transport=RateLimitTransport(plain) if kind == KINDS[0] else plain, timeout=30)
+    barrier.wait()
+    time.sleep(max(0.0, begin.value - time.time()))
+    until = begin.value + seconds
     if kind == KINDS[0]:
-        while time.time() < until:
-            client.get(url)
+        with deadline(until - time.time()), suppress(WaitTooLong):  # a wait beyond the end is not waited for
+            while time.time() < until:
+                client.get(url)
     else:
         steps, value = flow(kind, FakeClock(), random.Random(), Limiter()), None
         while time.time() < until:
@@ -271,7 +279,6 @@ def _run_client(kind: str, url: str, seconds: float, barrier: Any, queue: Any) -
             else:
                 response = client.get(url)
                 value = Reply(response.status_code, response.headers)
-    counts["last"] = time.time()
     queue.put(counts)
 
 
@@ -282,7 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=600, help="virtual time of the simulation")
-    parser.add_argument("--real-seconds", type=float, default=30, help="time of the runs with processes; 0 for none")
+    parser.add_argument("--real-seconds", type=float, default=60, help="time of the runs with processes; 0 for none")
     options = parser.parse_args()
     if options.serve:
         _serve(options.serve)
