@@ -286,3 +286,24 @@ def test_thresholds_are_shown_and_set(run: Run, ledger: Ledger) -> None:
     assert code == 2
     assert "from 1 to 100, got 0" in problem
     assert ledger.usage_thresholds() == (75, 90)
+
+
+def test_usage_lists_each_request_with_its_sources(run: Run) -> None:
+    code, printed, _ = run("usage", "ACME", "--period", "2026-10")
+    assert code == 0
+    assert [line.rstrip() for line in printed.splitlines()] == [
+        "time                 request  units  paid by                                           reference",
+        "2026-10-15 12:00:00  r1       20     allowance",
+        "2026-10-15 12:00:00  r2       2,000  allowance 880, =credit pack 500, not covered 620",
+    ]
+    assert run("usage", "ACME", "--period", "2025")[1] == "ACME: no charged requests in 2025\n"
+    cut = run("usage", "ACME", "--period", "2026", "--lines", "1")
+    assert "There are more requests" in cut[2]
+    rows = [json.loads(line) for line in run("usage", "ACME", "--period", "2026", "--json")[1].splitlines()]
+    assert [(row["id"], row["amount"]) for row in rows] == [("c1", 100), ("r1", 20), ("r2", 2000)]
+    assert sum(amount for row in rows for name, amount in row["paid_by"] if name != "not covered") == 1500
+    lines = list(csv.reader(io.StringIO(run("usage", "ACME", "--period", "2026", "--format", "csv")[1])))
+    assert lines[0] == ["at", "id", "amount", "paid_by", "reference", "entry"]
+    assert [line[1:3] for line in lines[1:]] == [["c1", "100"], ["r1", "20"], ["r2", "2000"]]
+    assert json.loads(lines[1][3]) == [["allowance", 100]]
+    assert lines[1][4] == "request <1>"

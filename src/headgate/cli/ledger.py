@@ -3,6 +3,7 @@
 headgate ledger balance ACME --ledger sqlite:///quota.db
 headgate ledger statement ACME --period 2026-10
 headgate ledger statement ACME --period 2026-10 --format html > acme.html
+headgate ledger usage ACME --period 2026-10-31
 headgate ledger adjust ACME 50 --reason "ticket 4711"
 headgate ledger verify
 headgate ledger export --output events.jsonl
@@ -170,6 +171,41 @@ def _adjust(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     return _print_entry(entry, arguments, out)
 
 
+def _usage(arguments: Namespace, out: Terminal, err: Terminal) -> int:
+    """List the requests that were charged to an account in a period, and the sources that have paid for each.
+
+    headgate ledger usage ACME --period 2026-10-31
+    headgate ledger usage ACME --period 2026-10 --timezone Europe/Berlin --format csv > acme.csv
+    """
+    from headgate.quotas.charges import usage_cells
+    from headgate.quotas.export import csv_text, utc_text
+
+    period = _parse_period(arguments.period, arguments.timezone)
+    format = "json" if arguments.json else arguments.format
+    if arguments.lines < 1:
+        raise InvalidInput(f"--lines {arguments.lines}: give a number of at least 1")
+    if format == "csv":
+        out.print("at,id,amount,paid_by,reference,entry")
+    rows: list[list[str]] = []
+    with _open(arguments) as ledger:
+        for each in ledger.charged_requests(arguments.account, period.since, period.until):
+            if format == "csv":
+                paid = json.dumps(each.paid_by, separators=(",", ":"))
+                out.print(csv_text([utc_text(each.at_us), each.id, each.amount, paid, each.reference, each.entry]))
+            elif format == "json":
+                out.print(json.dumps(each._asdict()))
+            elif len(rows) < arguments.lines:
+                rows.append([*usage_cells(each, period.zone)])
+            else:
+                err.print("There are more requests: give --lines, or --format csv for all of them.")
+                break
+    if rows:
+        out.print(*titled_table(("time", "request", "units", "paid by", "reference"), rows, out))
+    elif format == "table":
+        out.print(f"{printable(arguments.account)}: no charged requests in {period.name}")
+    return 0
+
+
 def _verify(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     """Recompute all entries: hashes, sums, sources, gaps. Exit code 1 if anything does not match.
 
@@ -225,6 +261,16 @@ ACTIONS = {
         option("--period", metavar="PERIOD", required=True, help=_PERIOD_HELP),
         TIMEZONE,
         option("--format", choices=("table", "csv", "json", "html"), default="table", help="default: %(default)s"),
+        option("--lines", metavar="N", type=int, default=50, help="lines of a table; default: %(default)s"),
+        LEDGER,
+        JSON,
+    ),
+    "usage": (
+        _usage,
+        ACCOUNT,
+        option("--period", metavar="PERIOD", required=True, help=_PERIOD_HELP),
+        TIMEZONE,
+        option("--format", choices=("table", "csv", "json"), default="table", help="default: %(default)s"),
         option("--lines", metavar="N", type=int, default=50, help="lines of a table; default: %(default)s"),
         LEDGER,
         JSON,

@@ -1,4 +1,4 @@
-"""Explain why a client was rejected: an email to the customer, and details.
+"""Explain why a client was rejected, and what it was charged: an email to the customer, and details.
 
 headgate why acme --at "yesterday 15:00" --log sqlite:///decisions.db
 headgate why tenant=acme --at "2026-11-15 14:00" --until 16:00
@@ -6,6 +6,7 @@ headgate why 203.0.113.9 --at "10 minutes ago" --utc --json
 headgate why - --at today < key.txt
 headgate why acme --at "yesterday 15:00" --only mail | mail -s "Rate limit" dev@acme.example
 headgate why acme --at "yesterday 15:00" --admin http://127.0.0.1:8001
+headgate why acme --at "yesterday 15:00" --ledger sqlite:///quota.db
 
 exit code: 0 done, 1 invalid policy, 2 invalid call or no answer
 """
@@ -33,8 +34,11 @@ from headgate.telemetry.why.report import ClientQuery, why
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from datetime import tzinfo
 
     from headgate.policy.model import Policy
+    from headgate.quotas.charges import ChargeReport
+    from headgate.telemetry.human_time import Span
 
 __all__ = ["OPTIONS", "run"]
 
@@ -47,6 +51,11 @@ OPTIONS = (
         metavar="URL",
         help="the decision log: sqlite:///decisions.db, clickhouse://host/database; default: that of the admin server, "
         "if there is a token or a URL of one",
+    ),
+    option(
+        "--ledger",
+        metavar="URL",
+        help="the ledger of quotas, to list charged requests; default: the variable HEADGATE_LEDGER, or none",
     ),
     option("--only", choices=("mail", "details"), help="print only the email, or only the details"),
     option("--policy", metavar="FILE", help="the current policy, to resolve hashes in the log"),
@@ -71,15 +80,22 @@ def run(context: CommandContext) -> int:
     when = span(given.at, given.until, now=datetime.now(UTC), zone=context.zone)
     secret = read_secret(given.secret_file)
     clients = None if secret is None else Pseudonymizer(secret)
-    query = ClientQuery.read(read_client(given.client), clients, policy)
+    client, ledger = read_client(given.client), given.ledger or os.environ.get("HEADGATE_LEDGER")
+    has_log = given.log is not None or not ledger or Path(DEFAULT_LOG.removeprefix("sqlite:///")).exists()
+    query = ClientQuery.read(client, clients, policy) if has_log or clients is not None else None
+    charges = _charges(ledger, client, query, when) if ledger else []
+    if query is None or not has_log:
+        paragraphs = _paragraphs(charges, context.zone) or [f"No account of this client in {printable(ledger or '')}."]
+        return context.show({"charges": [report.as_dict() for report in charges]}, _wrap(paragraphs, context.out))
     with closing(open_reader(given.log or DEFAULT_LOG)) as reader:
         try:
             answer = why(reader, query, when, policy=policy)
         except Exception as error:  # of SQLite, or of the ClickHouse client
             raise InvalidInput(f"the decision log cannot be read: {error}") from error
     if given.json:
-        return context.show(plain(answer))
-    _print(context, mail(answer, zone=context.zone), details(answer, zone=context.zone))
+        return context.show(plain(answer) | {"charges": [report.as_dict() for report in charges]})
+    about = [*details(answer, zone=context.zone), *_paragraphs(charges, context.zone)]
+    _print(context, mail(answer, zone=context.zone), about)
     if clients is None and not (answer.rejected or answer.passed):
         context.err.print(_NO_SECRET)
     return 0
@@ -89,6 +105,23 @@ _NO_SECRET = (
     "Without a secret, only labels and hashes are found: give --secret-file, or set HEADGATE_SECRET, to search for a "
     "tenant, user, address or API key."
 )
+
+
+def _charges(url: str, client: str, query: ClientQuery | None, when: Span) -> list[ChargeReport]:
+    """Reports on the accounts of a client in the ledger."""
+    from headgate.quotas import Ledger
+    from headgate.quotas.charges import explain_charges
+
+    kind, sign, value = client.partition("=")
+    names = {client, value} if sign and kind.isidentifier() else {client}
+    if query is not None:
+        names.update(query.keys)
+    with closing(Ledger(url, create=False)) as ledger:
+        return explain_charges(ledger, names - {""}, when.since_us, when.until_us)
+
+
+def _paragraphs(charges: list[ChargeReport], zone: tzinfo | None) -> list[str]:
+    return [paragraph for report in charges for paragraph in report.paragraphs(zone)]
 
 
 def _print(context: CommandContext, email: list[str], details: list[str]) -> None:

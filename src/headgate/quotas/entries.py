@@ -30,6 +30,7 @@ __all__ = [
     "encode_sources",
     "hash_usage",
     "request_id",
+    "slice_sources",
 ]
 
 Kind: TypeAlias = Literal["grant", "reserve", "commit", "void", "expire", "adjust"]
@@ -196,3 +197,19 @@ def encode_sources(sources: Iterable[tuple[str, int]]) -> str:
 
 def decode_sources(text: str) -> Sources:
     return tuple((id, amount) for id, amount in json.loads(text)) if text else ()
+
+
+def slice_sources(sources: Sources, start: int, amount: int) -> Sources:
+    """The sources of a part of an amount.
+
+    >>> slice_sources((("allowance", 5), ("grant", 10)), 3, 4)
+    (('allowance', 2), ('grant', 2))
+    """
+    found: dict[str, int] = {}
+    for name, size in sources:
+        part = min(size - start, amount)
+        if part > 0:
+            found[name] = found.get(name, 0) + part
+            amount -= part
+        start = max(0, start - size)
+    return tuple(found.items())

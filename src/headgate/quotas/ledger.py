@@ -6,6 +6,7 @@ import re
 import weakref
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta, tzinfo
+from heapq import merge
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
 
@@ -22,6 +23,7 @@ from headgate.control.config.engine import (
 )
 from headgate.control.config.migrations import migrate
 from headgate.errors import HeadgateError, InvalidCost, InvalidInput
+from headgate.quotas.charges import find_accounts, read_exhausted, read_single_charges, read_usage
 from headgate.quotas.entries import DERIVED_PREFIX, EntryDraft, LedgerEntry, UsageRecord, derived_id
 from headgate.quotas.group_commit import GroupCommit
 from headgate.quotas.operations import (
@@ -43,11 +45,12 @@ from headgate.quotas.usage_alerts import UsageMonitor, read_alerts, read_thresho
 from headgate.quotas.verify import verify_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from sqlalchemy import Connection, Engine
 
     from headgate.clock import Clock
+    from headgate.quotas.charges import ChargedRequest
     from headgate.quotas.entries import LeaseAnswer, LedgerProblem, QuotaReservation
     from headgate.quotas.operations import Operation
     from headgate.quotas.plans import QuotaPlan
@@ -464,6 +467,35 @@ class Ledger:
             if len(page) < LINES_PAGE:
                 return
             after = page[-1].position
+
+    def find_accounts(self, names: Collection[str], *, most: int = 100) -> list[str]:
+        """The accounts with one of these names, and those of the clients with one of them, in any plan."""
+        with self._read() as connection:
+            return find_accounts(connection, names, most)
+
+    def charged_requests(self, account: str, since: datetime | int, until: datetime | int) -> Iterator[ChargedRequest]:
+        """All requests that were charged in a period, with the sources that have paid, read in pages."""
+        period = _check_account(account), instant_us("since", since), instant_us("until", until)
+        pages = self._pages(read_single_charges, *period), self._pages(read_usage, *period)
+        return merge(*pages, key=lambda request: request.at_us)
+
+    def _pages(self, read: Callable[..., tuple[list[ChargedRequest], Any]], *period: Any) -> Iterator[ChargedRequest]:
+        after: Any = None
+        while True:
+            with self._read() as connection:
+                page, after = read(connection, *period, after=after)
+            yield from page
+            if after is None:
+                return
+
+    def exhausted_times(
+        self, account: str, since: datetime | int, until: datetime | int
+    ) -> list[tuple[int, int | None]]:
+        """The times in a period in which the balance was 0, each with its beginning and its end, None if that has not
+        come."""
+        period = instant_us("since", since), instant_us("until", until)
+        with self._read() as connection:
+            return [*read_exhausted(connection, _check_account(account), *period)]
 
     def verify(self, *, progress: Callable[[int, int], None] | None = None) -> list[LedgerProblem]:
         """All contradictions between entries, accounts and checkpoints; an empty list if there are none.

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from headgate._fork import reinit_after_fork
 from headgate.errors import HeadgateError, InvalidCost, InvalidInput
-from headgate.quotas.entries import UsageRecord
+from headgate.quotas.entries import UsageRecord, slice_sources
 from headgate.quotas.journal import UsageJournal, abandoned_journals
 from headgate.quotas.ledger import MAX_AMOUNT, LedgerUnavailable
 from headgate.quotas.storage import LedgerDamaged
@@ -166,7 +166,7 @@ class MeterReservation:
     ) -> None:
         self._meter, self.lease = meter, lease
         self.account, self.amount, self.id, self.reference = account, amount, id, reference
-        self.paid_by = () if lease is None else _slice(lease.paid_by, lease.amount - lease.left - amount, amount)
+        self.paid_by = () if lease is None else slice_sources(lease.paid_by, lease.amount - lease.left - amount, amount)
         """The sources that pay for it, such as "allowance" or "pay as you go", with their amounts. None are known for a
         request that was admitted without a lease."""
         self.holders = 1
@@ -638,22 +638,6 @@ class QuotaMeter:
             self._on_change(error)
         elif was_available:
             logger.warning("the ledger is unavailable, quotas spend their leases: %s", error)
-
-
-def _slice(sources: tuple[tuple[str, int], ...], start: int, amount: int) -> tuple[tuple[str, int], ...]:
-    """The sources of a part of an amount.
-
-    >>> _slice((("allowance", 5), ("grant", 10)), 3, 4)
-    (('allowance', 2), ('grant', 2))
-    """
-    found: dict[str, int] = {}
-    for name, size in sources:
-        part = min(size - start, amount)
-        if part > 0:
-            found[name] = found.get(name, 0) + part
-            amount -= part
-        start = max(0, start - size)
-    return tuple(found.items())
 
 
 def _check(amount: object) -> int:

@@ -1109,6 +1109,15 @@ def test_invalid_server_options_are_rejected_before_the_start(
     assert told in capsys.readouterr().err
 
 
+def test_report_on_a_client_lists_its_charges(admin: Admin) -> None:
+    admin.ledger.grant("exports/acme", 10, source="credit pack")
+    admin.ledger.charge("exports/acme", 4, id="export-1")
+    found = admin.ask("GET", f"client/why?{WHO}&at=today&zone=UTC").json()
+    assert "Account exports/acme: 1 request charged with 4 units, paid by credit pack 4." in found["details"]
+    assert not any("exports/acme" in text for text in found["mail"])
+    assert [(each["account"], each["amount"]) for each in found["answer"]["charges"]] == [("exports/acme", 4)]
+
+
 def test_server_sends_usage_alerts_of_its_ledger(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a secret of 16 bytes or more")
     plan = QuotaPlan("exports", 100, Calendar("month"))

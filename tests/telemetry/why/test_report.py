@@ -17,11 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate import InvalidInput
+from headgate import Calendar, InvalidInput
 from headgate.cli import build_parser
 from headgate.cli.terminal import Terminal
 from headgate.policy import read
 from headgate.policy.api_keys import ApiKeyHasher
+from headgate.quotas import Ledger, QuotaPlan
 from headgate.telemetry import DecisionLog
 from headgate.telemetry.decision_log.sinks import open_reader, open_sink
 from headgate.telemetry.human_time import coming, microseconds, shown, shown_span, span
@@ -697,3 +698,38 @@ def test_sqlite_reader_finds_the_same_as_memory(folder: Path) -> None:
             for asked in (keys, keys[:1]):
                 assert reader.find(asked, **when, most=most) == shelf.find(asked, **when, most=most)
                 assert reader.nearest(asked, at_us=when["since_us"]) == shelf.nearest(asked, at_us=when["since_us"])
+
+
+# ------------------------------------------------------------------ charged requests
+
+
+def make_charges(folder: Path) -> None:
+    plan = QuotaPlan("exports", 10, Calendar("month"))
+    with closing(Ledger(f"sqlite:///{folder}/quota.db")) as ledger:
+        ledger.open_period("exports/acme", plan)
+        ledger.charge("exports/acme", 7, id="export-1", reference="GET /exports/1")
+        ledger.charge("exports/acme", 3, id="export-2")
+
+
+def test_charged_requests_follow_the_rejected_ones(traffic: Any, asked: Callable[..., str], folder: Path) -> None:
+    traffic.send(Request(tenant="acme", api_key=KEY))
+    assert traffic.flush()
+    make_charges(folder)
+    told = asked("tenant=acme", "--ledger", "sqlite:///quota.db", "--utc")
+    _, about = told.split("For colleagues")
+    assert "Account exports/acme: 2 requests charged with 10 units, paid by allowance 10." in about
+    assert "Nothing was left from" in about
+    assert re.search(r"export-1  7  allowance  GET /exports/1", about)
+    (report,) = json.loads(asked("acme", "--ledger", "sqlite:///quota.db", "--json"))["charges"]
+    assert (report["requests"], report["amount"], report["last"][0]["id"]) == (2, 10, "export-1")
+    assert "Account" not in asked("globex", "--ledger", "sqlite:///quota.db")
+
+
+def test_ledger_alone_is_enough(asked: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_charges(folder)
+    monkeypatch.delenv("HEADGATE_SECRET")
+    monkeypatch.setenv("HEADGATE_LEDGER", "sqlite:///quota.db")
+    assert asked("tenant=acme").startswith("Account exports/acme: 2 requests charged with 10 units")
+    assert asked("exports/acme").startswith("Account exports/acme: 2 requests charged with 10 units")
+    assert len(json.loads(asked("acme", "--json"))["charges"]) == 1
+    assert asked("globex") == "No account of this client in sqlite:///quota.db.\n"

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Final
 from headgate.control.service.dependencies import ServiceDependencies, TopicService
 from headgate.control.service.errors import NotFound
 from headgate.control.service.models import Change, ChangeContext, Page, View
+from headgate.quotas.charges import explain_charges
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headgate.control.service.models import ClientRef
     from headgate.quotas import Ledger
+    from headgate.quotas.charges import ChargeReport
     from headgate.quotas.ledger import AccountSummary
     from headgate.quotas.statement import Statement, StatementDay
     from headgate.quotas.usage_alerts import UsageAlert
@@ -96,6 +101,14 @@ class LedgerService(TopicService):
         """The sums, days and first lines of an account in a period; raise NotFound if it has no entries."""
         self._summary(account)
         return self.ledger.statement(account, since_us, until_us, most=min(most, MAX_LINES), zone=zone)
+
+    def charges(self, client: ClientRef, since_us: int, until_us: int) -> Sequence[ChargeReport]:
+        """Reports on the accounts of a client in a period; none without a ledger."""
+        if self._ledger is None:
+            return ()
+        found = self._deps.lookup.resolve(client)
+        names = {found.value, *self._deps.resolve(found).facts.log_keys}
+        return explain_charges(self._ledger, names, since_us, until_us)
 
     def _summary(self, account: str) -> AccountSummary:
         summary = self.ledger.summary(account)

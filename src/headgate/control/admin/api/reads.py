@@ -120,15 +120,17 @@ def client(caller: CallerDependency, query: InQuery[schemas.ClientFilter]) -> An
     return caller.service.clients.get(caller.client(query))
 
 
-@_get("/client/why", schemas.WhyModel, "not-found", "config-away", "log-away")
+@_get("/client/why", schemas.WhyModel, "not-found", "config-away", "log-away", "ledger-away")
 def why(caller: CallerDependency, query: InQuery[schemas.WhyQuery]) -> Any:
-    """A report on a client's rejected requests at a time: "yesterday 15:00", "3pm", "10 minutes ago"."""
+    """A report on a client's rejected and charged requests at a time: "yesterday 15:00", "3pm", "10 minutes ago"."""
     zone = _parse_zone(query.zone)
     who = caller.client(query)
     with redact_errors(query.at, query.until):
         found = caller.service.clients.why(who, at=query.at, until=query.until, zone=zone)
-    texts = {"mail": render.mail(found, zone=zone), "details": render.details(found, zone=zone)}
-    return {"answer": render.plain(found), **texts}
+    charges = caller.service.ledger.charges(who, found.span.since_us, found.span.until_us)
+    about = [*render.details(found, zone=zone), *[text for report in charges for text in report.paragraphs(zone)]]
+    answer = render.plain(found) | {"charges": [report.as_dict() for report in charges]}
+    return {"answer": answer, "mail": render.mail(found, zone=zone), "details": about}
 
 
 @_get("/client/timeline", view_model(models.Timeline), "not-found", "config-away", "log-away")

@@ -269,9 +269,11 @@ def _explain(visit: Visit, who: ClientRef) -> WhyResult | None:
         return None
     try:
         answer = visit.service.clients.why(who, at=at, until=visit.query.get("to") or None, zone=visit.zone)
+        charges = visit.service.ledger.charges(who, answer.span.since_us, answer.span.until_us)
     except HeadgateError as error:
         return WhyResult("" if may_be_key(at) else at, error=of_error(error).detail)
-    return WhyResult(at, mail(answer, zone=visit.zone), details(answer, zone=visit.zone))
+    paragraphs = [text for report in charges for text in report.paragraphs(visit.zone)]
+    return WhyResult(at, mail(answer, zone=visit.zone), [*details(answer, zone=visit.zone), *paragraphs])
 
 
 def _local(visit: Visit, at_us: int) -> datetime:
