@@ -712,7 +712,7 @@ def make_charges(folder: Path) -> None:
 
 
 def test_charged_requests_follow_the_rejected_ones(traffic: Any, asked: Callable[..., str], folder: Path) -> None:
-    traffic.send(Request(tenant="acme", api_key=KEY))
+    assert not all(each.allowed for each in traffic.send(Request(tenant="acme", api_key=KEY), 300))
     assert traffic.flush()
     make_charges(folder)
     told = asked("tenant=acme", "--ledger", "sqlite:///quota.db", "--utc")
