@@ -14,7 +14,16 @@ __all__ = ["Event", "EventEmitter", "EventKind"]
 logger = logging.getLogger("headgate")
 
 EventKind: TypeAlias = Literal[
-    "store-lost", "store-away", "store-back", "settled", "state-lost", "moved", "list-failed", "list-back"
+    "store-lost",
+    "store-away",
+    "store-back",
+    "settled",
+    "state-lost",
+    "moved",
+    "list-failed",
+    "list-back",
+    "ledger-lost",
+    "ledger-back",
 ]
 
 LEVELS: Final[Mapping[EventKind, int]] = {
@@ -26,6 +35,8 @@ LEVELS: Final[Mapping[EventKind, int]] = {
     "moved": logging.WARNING,
     "list-failed": logging.ERROR,
     "list-back": logging.WARNING,
+    "ledger-lost": logging.ERROR,
+    "ledger-back": logging.WARNING,
 }
 
 
@@ -35,7 +46,8 @@ class Event(NamedTuple):
     "store-lost": requests are decided without the store from now on; "store-away": they still are; "store-back": no
     longer; "settled": what was admitted in the meantime is charged; "state-lost": a server has lost its counters;
     "moved": another server has taken over; "list-failed": the newest version of a reputation list cannot be used, and
-    the last good one stays in force; "list-back": it can again.
+    the last good one stays in force; "list-back": it can again; "ledger-lost": quotas spend what they have leased from
+    the ledger, and then follow their failure policy; "ledger-back": they take leases again.
     """
 
     kind: EventKind

@@ -14,7 +14,7 @@ from headgate.calendars import Calendar
 from headgate.errors import InvalidLimit
 from headgate.keys import MAX_IDENTITY_LENGTH, Key, escape, identify
 
-__all__ = ["DEFAULT_ALGORITHM", "REGION_MODES", "Limit"]
+__all__ = ["DEFAULT_ALGORITHM", "REGION_MODES", "Limit", "QuotaLimit"]
 
 REGION_MODES: Final = ("regional", "divided", "reserved", "reconciled", "central")
 """The ways in which the regions of a limiter share a limit; see docs/regions.md."""
@@ -263,6 +263,26 @@ class PoolLimit(Limit):
     algorithms: ClassVar[dict[str, Algorithm]] = INTERNAL_ALGORITHMS
 
     __hash__ = Limit.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaLimit(Limit):
+    """A limit of a policy that is charged to accounts of a ledger instead of counters in the store.
+
+    Its quota is the allowance of a calendar period. An account can also spend up to `rollover` units that were left of
+    the allowance of the last period, then other grants, then `pay_as_you_go` units.
+    """
+
+    rollover: int = field(default=0, kw_only=True)
+    pay_as_you_go: int = field(default=0, kw_only=True)
+
+    __hash__ = Limit.__hash__
+
+    def __str__(self) -> str:
+        """The waterfall without other grants, like "1000 per month, rollover 200, pay as you go 500"."""
+        more = {"rollover": self.rollover, "pay as you go": self.pay_as_you_go}
+        options = "".join(f", {name} {amount}" for name, amount in more.items() if amount)
+        return f"{self.quota} per {_limit_syntax.spell(self.period)}{options}"
 
 
 def _check_whole(what: str, number: object) -> None:

@@ -167,7 +167,7 @@ def test_routes_and_kinds_are_distinguished() -> None:
     rules = ActivePolicy(Snapshot(policy), ResponseBuilder(policy.answers), IdentityExtractor(policy.identity, KEYS))
     for path, kind, met in [("/a", "user", 1), ("/b", "user", 0), ("/b", "tenant", 1), ("/a", "tenant", 1)] * 2:
         route = rules.snapshot.route("GET", path)
-        found, _, _ = rules.resolve(route, FakeRequest(), route.kinds, {kind: "acme"}, START_US)
+        found, *_ = rules.resolve(route, FakeRequest(), route.kinds, {kind: "acme"}, START_US)
         assert len(found.keys) == met
         assert all((key.parts == ("acme",)) is (kind == found.rules[0].rule.by[0]) for key in found.keys)
 

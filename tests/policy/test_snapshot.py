@@ -234,7 +234,7 @@ def test_cached_client_gets_the_documented_limits(policy: Policy, asked: list[Re
         sent = FakeRequest(peer=request.who["address"])
         told = {kind: value for kind, value in request.who.items() if kind not in ("address", "ip")}
         route = snapshot.route(request.method, request.path)
-        found, check, description = known.resolve(route, sent, frozenset({"ip"}), told, request.now_us)
+        found, check, description, _ = known.resolve(route, sent, frozenset({"ip"}), told, request.now_us)
         agrees_with_the_docs(policy, request, found)
         assert found.who == request.who
         assert check == (None if found.block or not found.keys else (found.keys, found.cost, None))

@@ -23,14 +23,6 @@ START_US = 1_790_000_000_000_000
 
 
 @pytest.fixture(scope="session")
-def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty ledger: copying it is faster than migrating another one for each test."""
-    file = tmp_path_factory.mktemp("ledger") / "quota.db"
-    with closing(Ledger(f"sqlite:///{file}")):
-        return file
-
-
-@pytest.fixture(scope="session")
 def migrated_schema(postgres: PostgresServer) -> str:
     url = postgres.fresh_url()
     with closing(Ledger(url)):

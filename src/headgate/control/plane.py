@@ -94,7 +94,8 @@ class ControlPlane:
         show: Collection[str] = ("tenant",),
         metrics: bool = True,
     ) -> None:
-        self._url = url
+        self.url = url
+        """The URL of the config store."""
         self._source = ConfigSource(url, cache=cache, node=node)
         self._log = log
         self._node = node
@@ -111,7 +112,7 @@ class ControlPlane:
         """
         if isinstance(initial, Policy):
             return initial
-        if initial is not None or self._url.startswith("sqlite"):
+        if initial is not None or self.url.startswith("sqlite"):
             try:
                 self._ensure_policy(initial, secret)
             except ConfigUnavailable as error:
@@ -124,7 +125,7 @@ class ControlPlane:
         if is_ours and log is not None:
             gate.add_observer(log)
         status_store = open_status_store(store, namespace=namespace)
-        guard = CanaryNodeGuard(self._url, gate, status_store)
+        guard = CanaryNodeGuard(self.url, gate, status_store)
         status = StatusReporter(
             gate,
             status_store,
@@ -149,7 +150,7 @@ class ControlPlane:
         if isinstance(self._log, DecisionLog):
             gate.add_observer(self._log)
             return self._log, False
-        sink = default_decision_log_url(self._url) if self._log == DEFAULT_LOG else self._log
+        sink = default_decision_log_url(self.url) if self._log == DEFAULT_LOG else self._log
         if sink is None:
             if self._log is not None:
                 logger.warning(
@@ -167,7 +168,7 @@ class ControlPlane:
         return DecisionLog(sink, secret=secret, node=node, region=self._region, show=self._show), True
 
     def _ensure_policy(self, initial: str | PathLike[str] | None, secret: str | bytes | None) -> None:
-        store = ConfigStore(self._url, secret=secret)
+        store = ConfigStore(self.url, secret=secret)
         try:
             saved = store.document()
             if initial is None:

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate.gate.admission import Admission
+from headgate.gate.metering import QuotaRequest
 from headgate.stores.operations import Check
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class ResolvedRequest(NamedTuple):
     check: Check | None
     """None for a request that is blocked or to which no limit applies."""
     header_template: HeaderTemplate
+    quotas: tuple[QuotaRequest, ...] = ()
+    """The charges to the ledger."""
 
 
 class ClientCache(dict[Any, ResolvedRequest]):
@@ -100,10 +103,15 @@ class ActivePolicy:
             return found
         who, is_cacheable = identities.extract(request, kinds)
         resolution = self.snapshot.resolve(route, {**who, **from_app}, now_us)
-        needs_check = resolution.block is None and resolution.keys
-        check = Check(resolution.keys, resolution.cost) if needs_check else None
-        resolved = ResolvedRequest(resolution, check, self._header_template(resolution))
-        is_cacheable = is_cacheable and sent is not None and check is not None
+        check: Check | None = None
+        quotas: tuple[QuotaRequest, ...] = ()
+        needs_check = bool(resolution.block is None and resolution.keys)
+        if needs_check and not route.quotas:
+            check = Check(resolution.keys, resolution.cost)
+        elif needs_check:
+            check, quotas = _split(resolution)
+        resolved = ResolvedRequest(resolution, check, self.header_template(resolution), quotas)
+        is_cacheable = is_cacheable and sent is not None and needs_check
         if is_cacheable and clients.has_room() and _is_short(sent, resolution):
             clients[key] = resolved
         return resolved
@@ -138,7 +146,12 @@ class ActivePolicy:
         )
         return template.headers([each for decision in decisions for each in decision.verdicts], decisions[-1].at_us)
 
-    def _header_template(self, resolution: Resolution) -> HeaderTemplate:
+    def conclude_without_ledger(self, resolution: Resolution, decision: Decision, received_us: int) -> Admission:
+        """The refusal of a request whose quota needs the ledger, which is unavailable."""
+        return Admission(resolution, decision, self._responses.unavailable(decision), None, received_us)
+
+    def header_template(self, resolution: Resolution) -> HeaderTemplate:
+        """The header template of the limits of a request, created once."""
         # Depends on the tier alone, unless some rules do not apply or have overrides.
         if resolution.rules is resolution.route.rules and not resolution.route.has_overrides:
             key: Any = resolution.route, resolution.tier
@@ -158,6 +171,15 @@ class ActivePolicy:
         clients = ClientCache()
         self._period = self._transitions_us[index - 1], self._transitions_us[index], clients
         return clients
+
+
+def _split(resolution: Resolution) -> tuple[Check | None, tuple[QuotaRequest, ...]]:
+    """The check of a request's limits, and the charges on its quotas, which are its last rules."""
+    rules, keys, cost = resolution.rules, resolution.keys, resolution.cost
+    count = sum([not rule.rule.is_quota for rule in rules])
+    quotas = [QuotaRequest(rule, key, resolution) for rule, key in zip(rules[count:], keys[count:], strict=True)]
+    check = Check(keys[:count], cost[:count] if isinstance(cost, tuple) else cost) if count else None
+    return check, tuple(quotas)
 
 
 def _is_short(sent: Any, resolution: Resolution) -> bool:

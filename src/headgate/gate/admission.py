@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headgate.decisions import Decision
+    from headgate.gate.metering import QuotaCharge
     from headgate.gate.responses import Header, HeaderTemplate, Rejection
     from headgate.policy.snapshot import AppliedLimit, Resolution
 
@@ -78,6 +79,8 @@ class Admission:
     """The decisions of shadow limits."""
     lease: Any = None
     """The context manager of the concurrency leases of this request."""
+    quotas: Sequence[QuotaCharge] = ()
+    """The charges on quotas, with the sources that pay for them."""
     is_settled: bool = False
     """True once the final cost is charged; `commit` has no effect any more."""
     _committed: dict[str, int] | None = None
@@ -117,8 +120,8 @@ class Admission:
             return
         self._committed = (self._committed or {}) | dict.fromkeys(reserved if limit is None else [limit], cost)
 
-    def cost_of(self, applied: AppliedLimit, status: int) -> int:
-        """The final cost of the request on a limit, given the status of the response."""
+    def cost_of(self, applied: AppliedLimit | QuotaCharge, status: int) -> int:
+        """The final cost of the request on a limit or quota, given the status of the response."""
         rule = applied.rule
         if status == NOT_SERVED or (rule.count_when is not None and not rule.count_when(status)):
             return 0

@@ -23,9 +23,10 @@ from headgate.gate.active_policy import ActivePolicy
 from headgate.gate.admission import UNLIMITED, Admission, Shadow
 from headgate.gate.event_stream import EventStream, is_observer
 from headgate.gate.identity import IdentityExtractor
+from headgate.gate.metering import QuotaDenial, QuotaMetering, void
 from headgate.gate.mounts import unreachable_paths
 from headgate.gate.responses import ResponseBuilder, health_response
-from headgate.gate.view_limits import view_rules
+from headgate.gate.view_limits import has_view_limits, view_rules
 from headgate.keys import is_keyed_hash
 from headgate.limiter import Limiter
 from headgate.policy.api_keys import ApiKeyHasher, IdentityHashes
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from headgate.gate.admission import RequestInfo
     from headgate.gate.event_stream import DecisionHook, Observer
     from headgate.gate.identity import AppIdentities, IdentityFunction
+    from headgate.gate.metering import QuotaCharge, QuotaRequest
     from headgate.gate.mounts import AppRoute
     from headgate.gate.responses import HeaderTemplate, RejectionBody
     from headgate.gate.view_limits import LimitDeclaration
@@ -110,6 +112,11 @@ class GateOptions(TypedDict, total=False):
     """The region that decides central limits; None for that of the policy."""
     central_budget: float | None
     """Seconds that the home region may take; None for the policy's setting."""
+    ledger: Any
+    """The ledger that quotas are charged to: a URL, or a `headgate.quotas.Ledger`. None for that of the policy, or for
+    the config store's database."""
+    idempotency_key: Callable[[RequestInfo], str | None] | None
+    """Returns the id of a request and of its repetitions, which quotas charge once; None to use the header."""
     health_path: str | None
     """Path of a health endpoint served by the gate: 200 while the store decides, else 503."""
 
@@ -149,6 +156,7 @@ class PendingCheck:
     received_us: int
     needs_steps: object
     """True or not empty if more than one operation of the store is needed: see `complete_in_steps`."""
+    quotas: tuple[QuotaRequest, ...] = ()
 
 
 class PendingIdentities(NamedTuple):
@@ -185,6 +193,8 @@ class GateBase:
     _enter: Any
     """Enters the context manager of a limiter's `hold`: returns its decision, or an awaitable of it."""
     _exit: Any
+    _waiter_type: type[Any]
+    """Lets a request wait for another thread: with `wait(seconds)`, and `wake()` for the thread."""
 
     is_closed = False
 
@@ -242,6 +252,14 @@ class GateBase:
         self.active_policy: ActivePolicy
         """The policy in force for requests that begin now."""
         plane = None if control is None else _control_plane(control)
+        self._metering = QuotaMetering(
+            options.get("ledger"),
+            default_url=None if plane is None else plane.url,
+            clock=options.get("clock"),
+            new_waiter=self._waiter_type,
+            on_event=lambda kind, text: self._local.event_emitter.emit(kind, text),
+            idempotency_key=_checked_function("idempotency_key", options.get("idempotency_key")),
+        )
         if plane is not None:
             policy = plane.policy_source(policy, secret=self._given_secret)
         if isinstance(policy, Policy):
@@ -298,48 +316,76 @@ class GateBase:
     ) -> Admission | PendingCheck:
         """Continue admission once all identities are known."""
         now_us = self._time_ns() // 1000
-        resolution, check, header_template = policy.resolve(route, request, kinds, from_app, now_us)
+        resolution, check, header_template, quotas = policy.resolve(route, request, kinds, from_app, now_us)
         if self._blocks.has_blocks and resolution.block is None:
             resolution = self._apply_live_block(resolution, now_us)
-        needs_steps = route.leases or route.shadows
-        pending = PendingCheck(request, policy, resolution, check, header_template, now_us, needs_steps)
-        if resolution.block is not None or (check is None and not route.shadows):
+        needs_steps = route.leases or route.shadows or quotas
+        pending = PendingCheck(request, policy, resolution, check, header_template, now_us, needs_steps, quotas)
+        if resolution.block is not None or (check is None and not route.shadows and not quotas):
             return self.complete(pending, None)
         if self._memory is not None and not needs_steps:
             return self.complete(pending, self._memory.decide(pending.check))
         return pending
 
     def complete(
-        self, pending: PendingCheck, decision: Decision | None, lease: Any = None, shadows: Sequence[Shadow] = ()
+        self,
+        pending: PendingCheck,
+        decision: Decision | None,
+        lease: Any = None,
+        shadows: Sequence[Shadow] = (),
+        charges: Sequence[QuotaCharge] = (),
     ) -> Admission:
         """End admission with the decision of the store; None if no check was needed."""
+        if charges:
+            decision = self._metering.join(pending.resolution, decision, charges)
         admission = pending.policy.conclude(pending.resolution, decision, pending.header_template, pending.received_us)
         if lease is not None:
             admission.lease, admission.needs_finish = lease, True
         if shadows:
             admission.shadows = shadows
+        if charges:
+            admission.quotas = charges
+            self._charge(admission)
         if self._is_observed:
             self._emit(pending.request, admission)
         return admission
 
     def complete_in_steps(self, pending: PendingCheck) -> Steps:
-        """End admission of a request with concurrency limits or shadow limits, which takes several operations."""
+        """End admission of a request with quotas, concurrency limits or shadow limits, which takes several operations.
+
+        Units are reserved first, in memory: the reservation is voided if a limit denies, and no limit is charged if a
+        quota does.
+        """
+        if not pending.quotas:
+            return (yield from self._check_in_steps(pending, ()))
+        reserved = yield from self._metering.reserve_in_steps(pending.request, pending.quotas)
+        if isinstance(reserved, QuotaDenial):
+            return self._deny_by_quota(pending, reserved)
+        try:
+            return (yield from self._check_in_steps(pending, reserved))
+        except BaseException:  # also if the request is cancelled while it waits for the store
+            void(reserved)
+            raise
+
+    def _check_in_steps(self, pending: PendingCheck, charges: Sequence[QuotaCharge]) -> Steps:
         lease: Any = None
         decision: Decision | None = None
-        resolution = pending.resolution
-        if resolution.route.leases:
+        resolution, check = pending.resolution, pending.check
+        if check is None:
+            pass
+        elif resolution.route.leases:
             try:
-                lease = self._limiter.hold(*resolution.keys, cost=resolution.cost)
+                lease = self._limiter.hold(*check.keys, cost=check.cost)
                 decision = yield self._enter, lease
             except StoreError as error:
-                lease, decision = self._hold_without_store(resolution, error)
+                lease, decision = self._hold_without_store(pending, error)
             if not decision.allowed and lease is not None:
                 yield self._exit, lease
                 lease = None
-        elif self._memory is not None and pending.check is not None:
-            decision = self._memory.decide(pending.check)
-        elif pending.check is not None:
-            decision = yield self._decide, pending.check, self._failure_policy(pending)
+        elif self._memory is not None:
+            decision = self._memory.decide(check)
+        else:
+            decision = yield self._decide, check, self._failure_policy(pending)
         shadows: list[Shadow] = []
         if resolution.route.shadows and (decision is None or decision.allowed):
             try:
@@ -348,7 +394,31 @@ class GateBase:
                     shadows.append(Shadow(applied, shadow_decision))
             except StoreError:  # nothing depends on them
                 shadows = []
-        return self.complete(pending, decision, lease, shadows)
+        return self.complete(pending, decision, lease, shadows, charges)
+
+    def _deny_by_quota(self, pending: PendingCheck, denial: QuotaDenial) -> Admission:
+        """The refusal of a request by a quota. No limit was checked, so that it is about that quota alone."""
+        quota, decision = denial
+        resolution = pending.resolution._replace(keys=(quota.key,), rules=(quota.rule,), cost=quota.cost)
+        policy, received_us = pending.policy, pending.received_us
+        if decision.degraded is not None:
+            admission = policy.conclude_without_ledger(resolution, decision, received_us)
+        else:
+            admission = policy.conclude(resolution, decision, policy.header_template(resolution), received_us)
+        if self._is_observed:
+            self._emit(pending.request, admission)
+        return admission
+
+    def _charge(self, admission: Admission) -> None:
+        """Charge what is final; reservations that are settled with the response stay, and those of a denial end."""
+        if admission.refusal is not None:
+            void(admission.quotas)
+            return
+        for charge in admission.quotas:
+            if charge.is_estimate or has_view_limits():  # the limits of a view may refuse the request later
+                admission.needs_finish = True
+            else:
+                charge.settle(charge.amount)
 
     def admit_without_store(self, request: RequestInfo, error: StoreError) -> Admission:
         """Admit or refuse a request by the failure mode of its route, without waiting: for overload and deadlines.
@@ -360,9 +430,16 @@ class GateBase:
             raise pending.cancel()
         if isinstance(pending, Admission):
             return pending
-        resolution = pending.resolution
-        check = Check(resolution.keys, resolution.cost) if resolution.route.leases else pending.check
-        return self.complete(pending, None if check is None else self._failure_policy(pending).decide(check, error))
+        check, charges = pending.check, cast("Any", ())
+        decision = None if check is None else self._failure_policy(pending).decide(check, error)
+        if pending.quotas and (decision is None or decision.allowed):
+            try:
+                next(self._metering.reserve_in_steps(pending.request, pending.quotas, 0))
+            except StopIteration as end:  # with a budget of 0, it never waits
+                charges = end.value
+            if isinstance(charges, QuotaDenial):
+                return self._deny_by_quota(pending, charges)
+        return self.complete(pending, decision, charges=charges)
 
     def finish_in_steps(self, admission: Admission, status: int) -> Steps:
         """Release the leases of a request, and settle its cost."""
@@ -375,11 +452,16 @@ class GateBase:
     def settle_in_steps(self, admission: Admission, status: int) -> Steps:
         """Refund or charge the difference between the final cost of a request and what it was charged."""
         resolution, decision = admission.resolution, admission.decision
+        if admission.quotas and admission.refusal is None and not admission.is_settled:
+            for charge in admission.quotas:
+                charge.settle(admission.cost_of(charge, status))
         if resolution is None or decision is None or not decision.allowed or decision.degraded is not None:
             return
         for applied in resolution.applied_limits if not admission.is_settled else ():
             key, excess = applied.key, admission.cost_of(applied, status) - applied.cost
             if key.limit.algorithm == "concurrency" or not excess:  # of a lease, the release is all
+                continue
+            if applied.rule.is_quota:
                 continue
             operation = Refund(key, -excess, None, decision.at_us) if excess < 0 else Check((key,), excess)
             try:
@@ -420,9 +502,9 @@ class GateBase:
     def _failure_policy(self, pending: PendingCheck) -> FailurePolicy:
         return self._failure_policies[pending.resolution.route.on_failure]
 
-    def _hold_without_store(self, resolution: Resolution, error: StoreError) -> tuple[Any, Decision]:
-        failure_policy = self._failure_policies[resolution.route.on_failure]
-        check = Check(resolution.keys, resolution.cost, uuid4().hex)
+    def _hold_without_store(self, pending: PendingCheck, error: StoreError) -> tuple[Any, Decision]:
+        failure_policy = self._failure_policy(pending)
+        check = Check(pending.check.keys, pending.check.cost, uuid4().hex)
         decision = self._local.decide_without_store(check, error, failure_policy)
         return (_LocalLease(failure_policy, check, error) if decision.allowed else None), decision
 
@@ -647,6 +729,8 @@ class GateBase:
         if self._lists is not None:
             self._lists.configure(policy.lists)
         active = self._compile(policy)
+        if any(rule.is_quota for rule in policy.rules):
+            self._metering.configure(policy.ledger)
         for warning in policy.warnings[:MAX_LOGGED_WARNINGS]:
             logger.warning("policy %s: %s", policy.name, warning)
         if (more := len(policy.warnings) - MAX_LOGGED_WARNINGS) > 0:
@@ -781,6 +865,11 @@ class GateBase:
             self._lists.close()
         self.is_closed = True
         self.flush_events()
+
+    @property
+    def quota_meter(self) -> Any:
+        """The `QuotaMeter` that spends leases of the ledger; None for a policy without quotas."""
+        return self._metering.meter
 
     def health(self) -> Health:
         """The state of the store and of its servers."""

@@ -6,6 +6,8 @@ Both run the same code of `GateBase` and differ only in how they wait for the st
 from __future__ import annotations
 
 import asyncio
+import threading
+from contextlib import suppress
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,42 @@ if TYPE_CHECKING:
     from headgate.gate.base import Steps
     from headgate.gate.view_limits import LimitDeclaration, ViewAdmissions, ViewRequest
 
-__all__ = ["AsyncGate", "Gate"]
+__all__ = ["AsyncGate", "Gate", "TaskWaiter", "ThreadWaiter"]
+
+
+class ThreadWaiter:
+    """Lets a thread wait for another one."""
+
+    __slots__ = ("_event", "wake")
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.wake = self._event.set
+
+    def wait(self, seconds: float) -> None:
+        self._event.wait(seconds)
+
+
+class TaskWaiter:
+    """Lets a task wait for a thread, without blocking the event loop."""
+
+    __slots__ = ("_future", "_loop")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._future = self._loop.create_future()
+
+    def wake(self) -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            self._loop.call_soon_threadsafe(self._finish)
+
+    def _finish(self) -> None:
+        if not self._future.done():
+            self._future.set_result(None)
+
+    async def wait(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._future, seconds)
 
 
 class Gate(GateBase):
@@ -31,6 +68,7 @@ class Gate(GateBase):
 
     _engine_type = SyncEngine
     _limiter_type = Limiter
+    _waiter_type = ThreadWaiter
     _enter = methodcaller("__enter__")
     _exit = methodcaller("__exit__", None, None, None)
 
@@ -71,6 +109,7 @@ class Gate(GateBase):
         self._stop()
         if self.control is not None:
             self.control.close()
+        self._metering.close()
         self._limiter.close()
 
     def _drive(self, steps: Steps) -> Any:
@@ -92,6 +131,7 @@ class AsyncGate(GateBase):
 
     _engine_type = AsyncEngine
     _limiter_type = AsyncLimiter
+    _waiter_type = TaskWaiter
     _enter = methodcaller("__aenter__")
     _exit = methodcaller("__aexit__", None, None, None)
 
@@ -132,6 +172,8 @@ class AsyncGate(GateBase):
         self._stop()
         if self.control is not None:
             await asyncio.to_thread(self.control.close)  # flushing the decision log may take seconds
+        if self._metering.meter is not None:
+            await asyncio.to_thread(self._metering.close)
         await self._limiter.close()
 
     async def _drive(self, steps: Steps) -> Any:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RATELIMIT_PREFIXES", "LimitDeclaration", "ViewAdmissions", "ViewLimit", "ViewRequest", "exempt",
-    "has_exempt_views", "is_exempt", "view_name", "view_rules",
+    "has_exempt_views", "has_view_limits", "is_exempt", "view_name", "view_rules",
 ]  # fmt: skip
 
 By: TypeAlias = str | Callable[[Any], Any]
@@ -49,6 +49,7 @@ DECLARED: Final = "__headgate_limits__"
 EXEMPT: Final = "__headgate_exempt__"
 
 _exempt_views: WeakSet[Any] = WeakSet()
+_limited_views: WeakSet[Any] = WeakSet()
 
 
 class LimitDeclaration:
@@ -211,6 +212,7 @@ class ViewLimit(LimitDeclaration):
             _check_names([rule for each in declarations for rule in each.rules])
         guard: Any = wraps(function)(self.guard(function, declarations))
         setattr(guard, DECLARED, _GuardedView(guard, function, declarations))
+        _limited_views.add(guard)
         return guard  # type: ignore[no-any-return]
 
     def guard(self, view: Any, declarations: tuple[LimitDeclaration, ...]) -> Any:
@@ -231,6 +233,11 @@ def exempt(view: View) -> View:
 def has_exempt_views() -> bool:
     """Return True if any view of the process is exempt; otherwise adapters need not look up the view."""
     return bool(_exempt_views)
+
+
+def has_view_limits() -> bool:
+    """Return True if any view of the process has limits of its own, which may refuse a request after the policy."""
+    return bool(_limited_views)
 
 
 def is_exempt(view: Any) -> bool:

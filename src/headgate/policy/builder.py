@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._pace import release
+from headgate.calendars import Calendar
 from headgate.errors import InvalidLimit
 from headgate.policy import model
 from headgate.policy.lint import (
@@ -18,6 +19,7 @@ from headgate.policy.lint import (
     check_unknown_keys,
     check_unused_tier,
 )
+from headgate.policy.quota_terms import QuotaTerms
 from headgate.policy.region_settings import build_region_settings, check_region_modes, region_objection
 from headgate.policy.rules import CONCURRENCY, METHODS_TWICE, MIXED, RuleDraft, RuleMatcher, RuleTable, nearest
 from headgate.policy.scalars import IDENTITIES
@@ -25,6 +27,7 @@ from headgate.policy.scalars import IDENTITIES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from headgate._limit_syntax import Phrase
     from headgate.policy.formats.document import Path
     from headgate.policy.loader import PolicyProblems
     from headgate.policy.schema import StructValue
@@ -87,15 +90,9 @@ class Builder:
         blocked = self._blocked()
         made = model.Policy(rules, tuple(routes), self._tiers, default_tier, clients, overrides, blocked)
         named = {name: entry.fields[name] for name in ("on_failure", "name") if name in entry.fields}
-        return replace(
-            made,
-            lists=self._lists(drafts, blocked),
-            identity=identity,
-            answers=answers,
-            store=store,
-            regions=self._regions,
-            **named,
-        )
+        settings: dict[str, Any] = {"identity": identity, "answers": answers, "store": store, "regions": self._regions}
+        ledger = model.LedgerSettings(**entry.fields["quotas"].fields) if "quotas" in entry.fields else made.ledger
+        return replace(made, lists=self._lists(drafts, blocked), ledger=ledger, **settings, **named)
 
     def _all_routes(self) -> list[tuple[model.RouteRule, Path]]:
         made = []
@@ -155,7 +152,8 @@ class Builder:
             if tier is not None and tier not in self._tiers and self._is_whole("limits") and self._is_whole("tiers"):
                 remedy = nearest(tier, self._tiers, "add it to tiers:")
                 entry.report("tier", f"no limit has numbers for tier {tier!r}; {remedy}")
-            made[identity] = (model.Client(identity, tier, entry.get("label")), entry.path)
+            calendar = entry.get("timezone"), entry.get("starts")
+            made[identity] = (model.Client(identity, tier, entry.get("label"), *calendar), entry.path)
         return tuple([client for client, _ in made.values()])
 
     def _overrides(self) -> tuple[model.Override, ...]:
@@ -187,7 +185,10 @@ class Builder:
                 entry.report("bucket", cannot)
             if self._regions is not None and (cannot := region_objection(limit, self._regions)) is not None:
                 entry.report("bucket", cannot)
-            made.append(model.Override(identity, draft.name, limit, route_class, validity, fields.get("reason")))
+            named = _named_calendar(phrase)
+            made.append(
+                model.Override(identity, draft.name, limit, route_class, validity, fields.get("reason"), *named)
+            )
         release(indices)
         return tuple(made)
 
@@ -337,6 +338,16 @@ class Builder:
         if (headers := answers.pop("headers", None)) is not None:
             answers |= {"x_ratelimit": "x-ratelimit" in headers, "ratelimit": "ratelimit" in headers}
         return model.IdentitySettings(**identity), model.AnswerSettings(**answers), model.StoreSettings(**store)
+
+
+def _named_calendar(numbers: Phrase | QuotaTerms) -> tuple[bool, bool]:
+    """True for a time zone and for a first day that the numbers name."""
+    if isinstance(numbers, QuotaTerms):
+        return numbers.timezone is not None, numbers.starts is not None
+    period = numbers.period
+    if not isinstance(period, Calendar):
+        return False, False
+    return period.timezone != "UTC", period.starts != Calendar(period.unit, timezone=period.timezone).starts
 
 
 def _counts(draft: RuleDraft, kind: str) -> bool:

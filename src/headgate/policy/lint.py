@@ -66,6 +66,8 @@ class RouteCosts:
         cost, what = self._own[draft.name], "a request"
         if cost is None:
             cost, what = self._dearest.get((draft.name, route_class), (1, what))
+        if draft.quota is not None:
+            return None  # other grants may pay for it
         at_once = limit.capacity // draft.split
         where = f" in each of its {draft.split} parts" if draft.split > 1 else ""
         if cost <= at_once:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADDRESSES", "EPOCH", "LIST", "NET_SUFFIX", "URL_SCHEMES", "AnswerSettings", "Block", "Client", "Identity",
-    "IdentitySettings", "LeaseMode", "ListSource", "Override", "Policy", "RegionSettings", "RouteMode", "RouteRule",
-    "Rule", "StatusTest", "StoreSettings", "Validity", "net_name",
+    "IdentitySettings", "LeaseMode", "LedgerSettings", "ListSource", "Override", "Policy", "RegionSettings",
+    "RouteMode", "RouteRule", "Rule", "StatusTest", "StoreSettings", "Validity", "net_name",
 ]  # fmt: skip
 
 RouteMode: TypeAlias = Literal["open", "closed", "local"]
@@ -128,6 +128,10 @@ class Rule:
     """The number of counters that it is sharded over."""
     region: str = "regional"
     """How regions share it; see docs/regions.md."""
+    is_quota: bool = False
+    """Charged to an account of the ledger."""
+    outage_units: int = 0
+    """Of a quota: the units of an account that a process admits without a lease while the ledger is unavailable."""
     net_of: str | None = None
     """In the safety net of a limit by API key, the name of that limit; see `policy.snapshot.UnknownKeyNet`."""
 
@@ -152,6 +156,10 @@ class Client:
     identity: Identity
     tier: str | None = None
     label: str | None = None
+    timezone: str | None = None
+    """The time zone of its calendar periods; None for that of the limit."""
+    starts: int | str | None = None
+    """The first day of its months (1 to 31) or of its years ("04-01"); None for that of the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +173,9 @@ class Override:
     """Only on routes of this class; None on all."""
     validity: Validity = Validity()
     reason: str | None = None
+    names_timezone: bool = False
+    names_starts: bool = False
+    """True if its numbers name a time zone or a first day, which takes precedence over that of the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +289,20 @@ class RegionSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class LedgerSettings:
+    """Settings for quotas, and for the ledger that they are charged to."""
+
+    url: str | None = field(default=None, repr=False)
+    """The database. ${NAME} in it stands for an environment variable. None for that of the gate or its config store."""
+    journal: str | None = None
+    """The directory for the journals of charges that are not yet in the ledger."""
+    budget: timedelta = timedelta(seconds=1)
+    """The time limit of requests that must wait for the ledger, such as the first one of an account."""
+    idempotency_header: str | None = "idempotency-key"
+    """The header whose value identifies a request and its repetitions; None for no header."""
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """A whole policy."""
 
@@ -293,6 +318,7 @@ class Policy:
     answers: AnswerSettings = AnswerSettings()
     store: StoreSettings = StoreSettings()
     regions: RegionSettings | None = None
+    ledger: LedgerSettings = LedgerSettings()
     on_failure: RouteMode = "open"
     """For routes and rules without a failure mode."""
     name: str = "policy"

@@ -31,6 +31,7 @@ __all__ = [
     "RegionTerms",
     "build_region_settings",
     "check_region_modes",
+    "expand_variables",
     "has_plain_password",
     "is_in_memory",
     "region_arguments",
@@ -171,7 +172,10 @@ def stay_objection(rule: Rule, settings: RegionSettings) -> str | None:
 
 def region_urls(settings: RegionSettings, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The URLs of all stores, with the values of environment variables."""
-    return {name: _expand(url, f"the store of region {name!r}", environment) for name, url in settings.stores.items()}
+    return {
+        name: expand_variables(url, f"the store of region {name!r}", environment)
+        for name, url in settings.stores.items()
+    }
 
 
 def has_plain_password(url: str) -> bool:
@@ -210,7 +214,7 @@ def region_arguments(
     if not isinstance(stores, Mapping):
         return store, given  # the engine raises the error
     if "region" not in given:
-        own = settings.own and _expand(settings.own, "the own region", environment)
+        own = settings.own and expand_variables(settings.own, "the own region", environment)
         own = own or environment.get(REGION_VARIABLE) or _region_of(store, stores)
         if own is None:
             raise InvalidConfiguration(
@@ -229,7 +233,7 @@ def _region_of(store: Any, stores: Mapping[str, Any]) -> str | None:
     return next((name for name, url in sorted(stores.items()) if isinstance(url, str) and url == store), None)
 
 
-def _expand(text: str, what: str, environment: Mapping[str, str]) -> str:
+def expand_variables(text: str, what: str, environment: Mapping[str, str] = os.environ) -> str:
     """A text with the values of environment variables; raises InvalidConfiguration if one is not set."""
     for name in VARIABLE.findall(text):
         if not environment.get(name):

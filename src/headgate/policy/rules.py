@@ -12,6 +12,7 @@ from headgate.errors import InvalidLimit
 from headgate.limits import DEFAULT_ALGORITHM, Limit
 from headgate.policy import scalars
 from headgate.policy.model import NET_SUFFIX, Rule
+from headgate.policy.quota_terms import QuotaTerms, no_rate, terms_of
 from headgate.policy.routes import Matcher, Template
 from headgate.policy.schema import StructValue
 
@@ -29,6 +30,18 @@ METHODS_TWICE: Final = "methods are given here and in front of the path; keep on
 MIXED: Final = "it limits concurrency for some clients and a rate for others; write two limits"
 MOST_NAMES: Final = 12
 NEVER_LEASED: Final = (CONCURRENCY, "leaky_bucket")
+QUOTA_NUMBERS: Final = "rollover and pay_as_you_go are numbers of a quota; write quota: in place of bucket:"
+MAX_QUOTA_NAME: Final = 80
+NOT_OF_QUOTAS: Final = {
+    "bucket": "a limit is counted in the store or charged to the ledger; keep one, or write two limits",
+    "algorithm": "a quota has no algorithm, as the ledger counts it; leave it out",
+    "split": "a quota is charged to one account of the ledger; leave split out",
+    "region": "a quota is charged to the same account in every region that uses the ledger; leave region out",
+    "lease": "a quota is always spent in leases of the ledger; leave lease out",
+    "shadow": "a quota in shadow mode would charge nothing; leave shadow out, and start with a large allowance",
+    "on_failure": "is about the store, which does not count quotas; write on_ledger_failure",
+}
+"""Fields that a quota cannot have, with the remedy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,12 +57,14 @@ class RuleDraft:
     classes: tuple[str, ...] = ()
     algorithm: str | None = None
     """For numbers without an algorithm."""
-    numbers: dict[str | None, tuple[Phrase, Path]] = field(default_factory=dict)
+    numbers: dict[str | None, tuple[Phrase | QuotaTerms, Path]] = field(default_factory=dict)
     """By tier; None for clients in none of them."""
     limits: dict[str | None, Limit] = field(default_factory=dict)
     is_concurrency: bool = False
     split: int = 1
     region: str = "regional"
+    quota: QuotaTerms | None = None
+    """The terms that tiers and overrides change; None for a limit that is counted in the store."""
 
     def rule(self) -> Rule:
         given = self.entry.fields
@@ -57,6 +72,8 @@ class RuleDraft:
         options: dict[str, Any] = {"unit": "concurrent-requests"} if self.is_concurrency else {}
         options |= {"cost": given["reserve"], "settled": True} if "reserve" in given else {}
         options |= {name: given[name] for name in names if name in given}
+        if self.quota is not None:
+            options |= {"is_quota": True, "outage_units": given.get("on_ledger_failure", 0), "lease": "never"}
         tiers = {tier: limit for tier, limit in self.limits.items() if tier is not None}
         own, where = self.limits.get(None), (self.templates, self.methods, self.classes)
         return Rule(self.name, own, self.by, tiers, *where, split=self.split, region=self.region, **options)
@@ -101,6 +118,7 @@ class RuleTable:
         """The names of declared limits and of classes, which other names may misspell."""
         self._problems = problems
         self._limits: dict[tuple[str, Phrase, str | None], Limit] = {}
+        self._quota_limits: dict[tuple[str, QuotaTerms], Limit] = {}
         limits = policy.get("limits", ())
         if isinstance(limits, dict):
             self._add_numbers(limits, policy.get("tier"), policy.at("limits"))
@@ -111,12 +129,23 @@ class RuleTable:
             self._add_numbers(numbers.get("limits", {}), tier, numbers.at("limits"))
         for draft in self.drafts.values():
             self._make_limits(draft)
+            if draft.quota is not None and ("/" in draft.name or len(draft.name) > MAX_QUOTA_NAME):
+                problem = "the name of a quota is the first part of its accounts, like exports/acme"
+                remedy = f"use at most {MAX_QUOTA_NAME} characters, and no slash"
+                draft.entry.report("name", f"{problem}; {remedy}, and give it a name: if it has none")
             if draft.name.endswith(NET_SUFFIX):
                 reserved = f"names that end in {NET_SUFFIX.strip()!r} are reserved for what Headgate adds"
                 draft.entry.report("name", f"{reserved}; rename the limit")
 
-    def limit(self, draft: RuleDraft, phrase: Phrase, algorithm: str | None = None) -> Limit:
+    def limit(self, draft: RuleDraft, phrase: Phrase | QuotaTerms, algorithm: str | None = None) -> Limit:
         """The limit of a rule with these numbers, created once; raises InvalidLimit."""
+        if draft.quota is not None:
+            if algorithm is not None:
+                raise InvalidLimit(NOT_OF_QUOTAS["algorithm"])
+            return self._quota_limit(draft.name, _terms(phrase).or_else(draft.quota))
+        if isinstance(phrase, QuotaTerms):
+            given = [name for name, value in phrase.named().items() if value is not None]
+            raise InvalidLimit(QUOTA_NUMBERS if "rollover" in given or "pay_as_you_go" in given else no_rate(given))
         algorithm = phrase.algorithm or algorithm or draft.algorithm
         asked = (draft.name, phrase, algorithm)
         made = self._limits.get(asked)
@@ -125,6 +154,12 @@ class RuleTable:
             shape: Any = {"burst": burst, "split": draft.split, "region": draft.region}
             made = Limit(quota, period, name=draft.name, algorithm=algorithm or DEFAULT_ALGORITHM, **shape)
             self._limits[asked] = made
+        return made
+
+    def _quota_limit(self, name: str, terms: QuotaTerms) -> Limit:
+        made = self._quota_limits.get((name, terms))
+        if made is None:
+            made = self._quota_limits[name, terms] = terms.limit(name)
         return made
 
     def release(self) -> None:
@@ -145,9 +180,13 @@ class RuleTable:
             region=entry.get("region", "regional"),
         )
         bucket = entry.get("bucket")
-        draft.algorithm = entry.get("algorithm") or (bucket.algorithm if bucket else None)
-        if bucket is not None:
+        if "quota" in entry.fields:
+            self._declare_quota(draft, entry)
+        elif bucket is not None:
             draft.numbers[None] = (bucket, entry.at("bucket"))
+        if draft.quota is None:
+            of_bucket = None if isinstance(bucket, QuotaTerms | None) else bucket.algorithm
+            draft.algorithm = entry.get("algorithm") or of_bucket
         for tier, phrase in entry.get("tiers", {}).items():
             draft.numbers[tier] = (phrase, (*entry.at("tiers"), tier))
         if not entry.broken:
@@ -163,6 +202,16 @@ class RuleTable:
             before, other = f"two limits are called {name!r}, the other at ", twin.entry.at("name")
             remedy = "rename one of them" if "name" in entry.fields else "give one of them a name:"
             entry.report("name", before, other=other, after=f"; {remedy}")
+
+    def _declare_quota(self, draft: RuleDraft, entry: StructValue) -> None:
+        try:
+            draft.quota = _terms(entry.fields["quota"])
+        except InvalidLimit as error:
+            draft.quota = QuotaTerms()
+            entry.report("quota", str(error))
+            return
+        if draft.quota.allowance is not None:  # else only tiers have one
+            draft.numbers[None] = (draft.quota, entry.at("quota"))
 
     def _name(self, draft: RuleDraft, entry: StructValue) -> str | None:
         if "name" in entry.fields:
@@ -192,7 +241,16 @@ class RuleTable:
         fields, report = entry.fields, entry.report
         if "path" in fields and "class" in fields:
             report("class", "a limit is for paths or for classes; keep one, or write two limits")
+        if draft.quota is not None:
+            for name, problem in NOT_OF_QUOTAS.items():
+                if name in fields:
+                    report(name, problem)
+            draft.split, draft.region = 1, "regional"
+        elif "on_ledger_failure" in fields:
+            report("on_ledger_failure", "only a quota is charged to the ledger; write on_failure, or quota: 1000/month")
         phrase, algorithm = fields.get("bucket"), fields.get("algorithm")
+        if isinstance(phrase, QuotaTerms):
+            return
         if phrase is not None and None not in (phrase.algorithm, algorithm) and phrase.algorithm != algorithm:
             report("algorithm", f"the numbers name {phrase.algorithm}, this field {algorithm}; keep one")
         if "cost" in fields and "reserve" in fields:
@@ -232,6 +290,8 @@ class RuleTable:
     def _make_limits(self, draft: RuleDraft) -> None:
         if not draft.numbers and not draft.entry.broken:
             message = 'a limit without numbers; add bucket: "10/minute", or numbers for tiers:'
+            if draft.quota is not None:
+                message = "a quota without an allowance; add one, like quota: 1000/month, or allowances for tiers:"
             self._problems.add(draft.entry.path, message)
         for tier, (phrase, path) in draft.numbers.items():
             try:
@@ -257,6 +317,10 @@ class RuleTable:
             if draft.entry.get(name) is not None:
                 message = f"{name} has no effect on concurrency, which returns everything; leave it out"
                 draft.entry.report(name, message)
+
+
+def _terms(numbers: Phrase | QuotaTerms) -> QuotaTerms:
+    return numbers if isinstance(numbers, QuotaTerms) else terms_of(numbers)
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:

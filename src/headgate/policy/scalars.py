@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HORIZON", "IDENTITIES", "VARIABLE", "OutOfRange", "address", "address_or_hash", "api_key", "by", "choice",
-    "column", "draft", "duration", "duration_between", "factor_or_off", "first_day", "flag", "foreign_limit", "header",
-    "header_name", "identity", "instant", "kind", "label", "list_header", "list_name", "list_source", "method", "name",
-    "numbers", "own_region", "period", "proxy", "rate", "refusal", "region", "route", "safe_share", "share", "show",
-    "size", "status_test", "store_url", "subnet", "text", "time_zone", "url", "variable", "whole",
+    "client_starts", "column", "draft", "duration", "duration_between", "factor_or_off", "first_day", "flag",
+    "foreign_limit", "header", "header_name", "identity", "instant", "kind", "label", "ledger_url", "list_header",
+    "list_name", "list_source", "method", "name", "numbers", "own_region", "period", "proxy", "rate", "refusal",
+    "region", "route", "safe_share", "share", "show", "size", "status_test", "store_url", "subnet", "text", "time_zone",
+    "url", "variable", "whole",
 ]  # fmt: skip
 
 IDENTITIES: Final = ("ip", "subnet", "user", "api_key", "tenant", "endpoint", "client")
@@ -63,7 +64,10 @@ _METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT"
 _SPELLINGS: Final = {re.sub("[-_]", "", kind): kind for kind in (*IDENTITIES, "global")} | {"address": "ip"}
 
 _FIELDS: Final = frozenset(
-    ["limit", "class", "bucket", "algorithm", "tier", "label", "reason", "valid_from", "valid_until", "list", "lists"]
+    [
+        *("limit", "class", "bucket", "quota", "algorithm", "tier", "label", "timezone", "starts", "reason"),
+        *("valid_from", "valid_until", "list", "lists"),
+    ]
 )
 """Fields of clients and overrides, which cannot be kinds of identity."""
 
@@ -497,6 +501,31 @@ def store_url(value: object) -> str:
         known = ", ".join(f"{scheme}://" for scheme in REDIS_SCHEMES)
         raise InvalidInput(f"the URL starts with none of {known}; {wanted}")
     return value
+
+
+def ledger_url(value: object) -> str:
+    """Parse the URL of a ledger, which may contain ${NAME}. Messages do not show it: it may have a password."""
+    wanted = "write one like sqlite:///quota.db or postgresql://host/name"
+    if type(value) is not str:
+        raise refusal(value, "a URL like sqlite:///quota.db or postgresql://host/name")
+    plain = VARIABLE.sub("x", value)
+    scheme, separator, rest = plain.partition("://")
+    is_known = scheme in ("sqlite", "postgresql", "postgres") and separator and rest
+    if "${" in plain or not re.fullmatch(r"[!-~]{1,2000}", value) or not (is_known or plain == "x"):
+        raise InvalidInput(f"the text is not the URL of a ledger; {wanted}")
+    return value
+
+
+def client_starts(value: object) -> int | str:
+    """Parse the first day of a client's months, or of its years."""
+    day = first_day(value)
+    try:
+        Calendar("month" if isinstance(day, int) else "year", starts=day)
+    except InvalidLimit:
+        raise InvalidInput(
+            f'{show(value)} is neither a day of a month nor of a year; write 1 to 31, or one like "04-01"'
+        ) from None
+    return day
 
 
 def kind(value: object) -> str:

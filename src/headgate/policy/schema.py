@@ -12,6 +12,7 @@ from headgate.calendars import Calendar
 from headgate.errors import InvalidInput, InvalidLimit
 from headgate.limits import REGION_MODES
 from headgate.policy import scalars
+from headgate.policy.quota_terms import QuotaTerms, no_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -295,6 +296,7 @@ FLAG: Final = Scalar(scalars.flag, {"type": "boolean"})
 DURATION: Final = _text(scalars.duration, "500 ms", "5 seconds", "2 minutes")
 PERIOD: Final = _text(scalars.period, "5 minutes", "day", "month")
 FIRST_DAY: Final = Scalar(scalars.first_day, {"type": ["integer", "string"], "examples": [15, "04-01"]})
+CLIENT_STARTS: Final = Scalar(scalars.client_starts, FIRST_DAY.form)
 TIME_ZONE: Final = _text(scalars.time_zone, "Europe/Berlin", "UTC")
 INSTANT: Final = Scalar(
     scalars.instant, {"type": "string", "format": "date-time", "examples": ["2026-05-28T02:01:00Z"]}
@@ -309,8 +311,14 @@ ON_FAILURE: Final = _choice("open", "closed", "local")
 RATE: Final = Scalar(scalars.rate, {"type": "number", "exclusiveMinimum": 0, "examples": [16.67]})
 
 
+_AMOUNT: Final = _whole(0, 10**15, example=200)
+
+
 def _spelled_out(numbers: StructValue, problems: PolicyProblems) -> Any:
     given, get = numbers.fields.keys() - {"algorithm"}, numbers.get
+    is_partial = bool(given) and not {"quota", "period"} <= given
+    if not given & {"bucket_size", "refill_rate", "burst"} and (is_partial or given & {"rollover", "pay_as_you_go"}):
+        return _quota_terms(numbers)
     if given == {"bucket_size", "refill_rate"}:
         rate = get("refill_rate")
         return Phrase(rate.numerator, timedelta(seconds=rate.denominator), get("bucket_size"), get("algorithm"))
@@ -320,12 +328,19 @@ def _spelled_out(numbers: StructValue, problems: PolicyProblems) -> Any:
         except InvalidLimit as error:
             problems.add(numbers.path, str(error))
             return BROKEN
-    problems.add(
-        numbers.path,
-        f"numbers need bucket_size and refill_rate, or quota and period (and burst, if you like); "
-        f"here {'is ' + ', '.join(sorted(given)) if given else 'is neither'}",
-    )
+    problems.add(numbers.path, no_rate(given))
     return BROKEN
+
+
+def _quota_terms(numbers: StructValue) -> Any:
+    period, get = numbers.get("period"), numbers.get
+    if isinstance(period, timedelta):
+        numbers.report("period", "the period of a quota is a calendar day, week, month or year")
+        return BROKEN
+    if "algorithm" in numbers.fields:
+        numbers.report("algorithm", "a quota has no algorithm, as the ledger counts it; leave it out")
+        return BROKEN
+    return QuotaTerms(get("quota"), period, get("starts"), get("timezone"), get("rollover"), get("pay_as_you_go"))
 
 
 def _period(numbers: StructValue) -> timedelta | Calendar:
@@ -358,6 +373,9 @@ NUMBERS: Final = OneOf(
                 "starts": Field(FIRST_DAY, "The first day of a calendar week (1 to 7), month or year (04-01)."),
                 "timezone": Field(TIME_ZONE, "The time zone of a calendar period; UTC by default."),
                 "burst": Field(_whole(1, example=200), "Requests that pass at once; the quota by default."),
+                "allowance": Field(_whole(1, example=1000), "The same as quota.", "quota"),
+                "rollover": Field(_AMOUNT, "Of a quota: the units left at the end of a period that stay for the next."),
+                "pay_as_you_go": Field(_AMOUNT, "Of a quota: the units after the allowance and all grants, to bill."),
             },
             _spelled_out,
         ),
@@ -389,6 +407,19 @@ ROUTES: Final = ListOf(
 )
 
 _LIST_NAME: Final = _text(scalars.list_name, "firehol", pattern="^[A-Za-z][A-Za-z0-9_-]{0,49}$")
+_ONLY_LEASE: Final = scalars.choice("lease")
+ON_LEDGER_FAILURE: Final = OneOf(
+    {
+        str: Scalar(lambda value: len(_ONLY_LEASE(value)) * 0, {"enum": ["lease"]}),
+        dict: Struct(
+            "settings",
+            {"continue_up_to": Field(_AMOUNT, "Units of an account that each process admits without a lease.")},
+            lambda settings, problems: settings.get("continue_up_to", 0),
+        ),
+    },
+    "lease, or {continue_up_to: 50}",
+)
+
 _PATHS: Final = ListOf(ROUTE, "[/login, /signup]", or_one=True)
 _CLASSES: Final = ListOf(NAME, "[search, export]", or_one=True)
 _BY: Final = Scalar(
@@ -398,7 +429,7 @@ _UNIT: Final = _choice("requests", "content-bytes", "concurrent-requests", "toke
 _ELSEWHERE: Final = {
     word: remedy
     for words, remedy in {
-        "rate quota max requests period per window windowMs interval burst capacity": (
+        "rate max requests period per window windowMs interval burst capacity": (
             'write the numbers together, like bucket: "1000/minute, burst 200"'
         ),
         "key keys key_func key_by identifier identity scope": "did you mean 'by'?",
@@ -429,6 +460,11 @@ LIMIT: Final = Struct(
         ),
         "bucket": Field(NUMBERS, "Quota, period and burst."),
         "limit": Field(NUMBERS, "The same as bucket.", "bucket"),
+        "quota": Field(NUMBERS, "In place of a bucket: an allowance per calendar period, charged to the ledger."),
+        "on_ledger_failure": Field(
+            ON_LEDGER_FAILURE,
+            "Of a quota, while the ledger is unavailable: spend the lease, or continue up to a bound.",
+        ),
         "algorithm": Field(ALGORITHM, "The algorithm, unless the numbers name one."),
         "tiers": Field(BY_TIER, "Other numbers for the clients of a tier."),
         "cost": Field(COST, "The cost of a request on this limit; the route's cost by default."),
@@ -645,6 +681,25 @@ LISTS: Final = MapOf(
     ),
     "{firehol: https://iplists.firehol.org/files/firehol_level1.netset}",
 )
+LEDGER: Final = Struct(
+    "settings",
+    {
+        "ledger": Field(
+            _text(scalars.ledger_url, "sqlite:///quota.db", "postgresql://ledger:${PASSWORD}@db.example/ledger"),
+            "The database of the ledger; that of the gate or its config store by default.",
+            "url",
+        ),
+        "journal": Field(
+            _text(scalars.label, "/var/lib/headgate/journal"),
+            "The directory for charges that are not yet in the ledger; beside a SQLite file by default.",
+        ),
+        "budget": Field(_BUDGET, "The time that a request may wait for the ledger; 1 second by default."),
+        "idempotency_header": Field(
+            Scalar(scalars.header, {"type": ["string", "null"]}),
+            "The header that identifies a request and its repetitions, Idempotency-Key by default; none for no header.",
+        ),
+    },
+)
 
 _API_KEY: Final = Scalar(scalars.api_key, {"type": ["string", "integer"]})
 _BLOCKED_ADDRESS: Final = Scalar(scalars.address_or_hash, ADDRESS.form)
@@ -669,6 +724,8 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
         **own,
         "tier": Field(NAME, "The tier that the client is in."),
         "label": Field(LABEL, "A name for people."),
+        "timezone": Field(TIME_ZONE, "The time zone of the client's calendar periods; that of the limit by default."),
+        "starts": Field(CLIENT_STARTS, "The first day of the client's months (1 to 31) or years (04-01)."),
     }
     override = {
         **WHO,
@@ -677,6 +734,7 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
         "limit": Field(NAME, "The name of the limit whose numbers change."),
         "class": Field(NAME, "Only on routes of this class."),
         "bucket": Field(NUMBERS, "The other numbers."),
+        "quota": Field(NUMBERS, "The same as bucket.", "bucket"),
         "algorithm": Field(ALGORITHM, "The algorithm; the limit's by default."),
         **VALIDITY,
     }
@@ -701,6 +759,7 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
             "identity": Field(SETTINGS, "Where identities come from."),
             "answers": Field(ANSWERS, "Headers and rejections."),
             "store": Field(STORE, "Budget, denial cache, prepaid tokens, and behaviour during outages."),
+            "quotas": Field(LEDGER, "The ledger that quotas are charged to."),
             "regions": Field(REGIONS, "The stores of all regions, and the identities that may leave a region."),
             "lists": Field(LISTS, "Reputation lists: networks from files and URLs, for blocked and limits."),
             "routes": Field(ROUTES, "Classes and costs of routes."),

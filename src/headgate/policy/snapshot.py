@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from headgate.algorithms import ALGORITHMS
+from headgate.calendars import Calendar
 from headgate.errors import InvalidLimit
 from headgate.keys import is_keyed_hash
 from headgate.limits import Limit
@@ -141,7 +142,7 @@ class RoutePlan:
 
     __slots__ = (
         "cost", "costs", "endpoint", "has_address_rule", "has_overrides", "is_exempt", "kinds", "leases", "nets",
-        "on_failure", "policy", "route_class", "rules", "settles", "shadows",
+        "on_failure", "policy", "quotas", "route_class", "rules", "settles", "shadows",
     )  # fmt: skip
 
     def __init__(self, snapshot: Snapshot, templates: tuple[Template, ...], method: str) -> None:
@@ -155,7 +156,10 @@ class RoutePlan:
         enforced = [rule for rule in rules if not rule.shadow]
         self.has_address_rule = any(map(_counts_all_by_address, enforced))
         compiled = [] if self.is_exempt else [CompiledRule(rule, snapshot, self) for rule in rules]
-        self.rules = tuple(each for each in compiled if not each.rule.shadow)
+        counted = tuple(each for each in compiled if not each.rule.shadow and not each.rule.is_quota)
+        self.quotas = tuple(each for each in compiled if each.rule.is_quota)
+        self.rules = (*counted, *self.quotas)
+        """Those that are charged to the ledger follow those that are counted in the store."""
         self.shadows = tuple(each for each in compiled if each.rule.shadow)
         self.costs = _join_costs([rule.cost for rule in self.rules])
         """The cost of requests to which all rules apply."""
@@ -234,6 +238,12 @@ class Snapshot:
         self._methods = frozenset([*METHODS, *(normalize_method(method) for methods in named for method in methods)])
         """The methods that the policy can tell apart; all others share a plan."""
         self._tiers = self._lookups((client.identity, client.tier) for client in policy.clients if client.tier)
+        with_calendar = [
+            client for client in policy.clients if client.timezone is not None or client.starts is not None
+        ]
+        self.calendars = self._lookups((client.identity, client) for client in with_calendar)
+        """Lookups for the clients whose record has a time zone or a first day."""
+        self._calendar_limits: dict[tuple[Limit, str, int | str | None], Limit] = {}
         self._blocks = self._block_lookups(policy.blocked, hash_identity)
         self._overrides = _group((override.rule, override) for override in policy.overrides)
         self._lookups_of_rules = {
@@ -276,8 +286,9 @@ class Snapshot:
                 and (key := net.key(who, tier, now_us)) is not None
             ]
             if found:
-                rules = [*rules, *(net for net, _ in found)]
-                keys += [key for _, key in found]
+                first_quota = len(rules) - sum([rule.rule.is_quota for rule in rules])
+                rules = [*rules[:first_quota], *(net for net, _ in found), *rules[first_quota:]]
+                keys[first_quota:first_quota] = [key for _, key in found]
                 cost = _join_costs([rule.cost for rule in rules])
         return _new_tuple(Resolution, (route, tuple(keys), cost, rules, who, tier, now_us, block))
 
@@ -302,7 +313,7 @@ class Snapshot:
     def _limits_leased(self, mode: LeaseMode) -> Iterator[Limit]:
         for rule in self.policy.rules:
             if rule.lease == mode:
-                limits = (*rule.limits, *(override.limit for override in self._overrides.get(rule.name, ())))
+                limits = self.limits_of(rule)
                 yield from limits
                 if self.unknown_key_factor is not None and not UNTRUSTED_KINDS.isdisjoint(rule.by):
                     yield from map(self.net_limit, limits)
@@ -329,6 +340,10 @@ class Snapshot:
         fitting = [each for each in self._overrides[rule.name] if each.route_class in (None, route_class)]
         return self._lookups((override.identity, override) for override in fitting)
 
+    def limits_of(self, rule: Rule) -> tuple[Limit, ...]:
+        """The limits of a rule, with those of its overrides."""
+        return (*rule.limits, *(override.limit for override in self._overrides.get(rule.name, ())))
+
     def net_limit(self, limit: Limit) -> Limit:
         """The limit by address on unknown API keys for a limit by API key; created once for each."""
         net = self._net_limits.get(limit)
@@ -336,6 +351,20 @@ class Snapshot:
             region = "regional" if self._keeps_addresses else limit.region
             net = self._net_limits[limit] = _multiply(limit, self.unknown_key_factor or 1, region)
         return net
+
+    def in_calendar(self, limit: Limit, timezone: str | None, starts: int | str | None) -> Limit:
+        """A limit with the time zone and the first day of a client's record; created once for each."""
+        calendar = limit.calendar
+        assert calendar is not None, "only calendar periods have a time zone"
+        is_day_of_unit = (calendar.unit == "month" and type(starts) is int) or (
+            calendar.unit == "year" and type(starts) is str
+        )
+        which = limit, timezone or calendar.timezone, starts if is_day_of_unit else calendar.starts
+        made = self._calendar_limits.get(which)
+        if made is None:
+            period = Calendar(calendar.unit, timezone=which[1], starts=which[2])
+            made = self._calendar_limits[which] = replace(limit, period=period)
+        return made
 
     def _find_plan(self, method: str, path: str, mounted_path: str | None) -> RoutePlan:
         matched, known = self._matcher.match(path, mounted_path), normalize_method(method)
@@ -419,8 +448,8 @@ class CompiledRule:
     """A rule compiled for one route."""
 
     __slots__ = (
-        "_hash", "_lists", "_lookups", "_missing", "_route_identities", "_view", "cost", "has_overrides", "kinds",
-        "limit", "rule", "simple_kind", "tiers",
+        "_calendars", "_hash", "_lists", "_lookups", "_missing", "_route_identities", "_snapshot", "_view", "cost",
+        "has_overrides", "kinds", "limit", "rule", "simple_kind", "tiers",
     )  # fmt: skip
 
     def __init__(self, rule: Rule, snapshot: Snapshot, route: RoutePlan) -> None:
@@ -435,9 +464,15 @@ class CompiledRule:
         self.kinds = {*rule.by, "ip", *(kind for kind, _ in self._lookups)}
         if "client" in rule.by:
             self.kinds.update(CLIENT_KINDS)
-        self.has_overrides = bool(self._lookups)
+        self._snapshot = snapshot
+        # Only records of what is counted: all requests of a counter must have the same calendar.
+        counted = CLIENT_KINDS if "client" in rule.by else rule.by
+        has_calendar = any(limit.calendar is not None for limit in snapshot.limits_of(rule))
+        self._calendars = [each for each in snapshot.calendars if _counted_kind(each) in counted and has_calendar]
+        self.kinds.update(kind for kind, _ in self._calendars)
+        self.has_overrides = bool(self._lookups or self._calendars)
         self._hash = snapshot.hash_shared if rule.leaves_region else None
-        is_simple = not self._lookups and len(rule.by) == 1 and rule.by[0] not in ("endpoint", "client")
+        is_simple = not self.has_overrides and len(rule.by) == 1 and rule.by[0] not in ("endpoint", "client")
         is_simple = is_simple and self._hash is None and not rule.lists
         self._lists = frozenset(rule.lists)
         self.simple_kind = rule.by[0] if is_simple else ""
@@ -481,13 +516,31 @@ class CompiledRule:
 
     def find_limit(self, who: Identities, tier: str | None, now_us: int) -> tuple[Limit | None, Override | str | None]:
         """The limit for a client, and the source of its numbers: override, tier, or None for the rule itself."""
-        if self._lookups:
-            override = Snapshot.find(self._lookups, who, now_us)
-            if override is not None:
-                return override.limit, override
-        if tier is not None and tier in self.rule.tiers:
-            return self.rule.tiers[tier], tier
-        return self.rule.limit, None
+        origin: Override | str | None = Snapshot.find(self._lookups, who, now_us) if self._lookups else None
+        if isinstance(origin, Override):
+            limit: Limit | None = origin.limit
+        elif tier is not None and tier in self.rule.tiers:
+            limit, origin = self.rule.tiers[tier], tier
+        else:
+            limit = self.rule.limit
+        if self._calendars and limit is not None and limit.calendar is not None:
+            limit = self._in_calendar_of(limit, origin, who, now_us)
+        return limit, origin
+
+    def _in_calendar_of(self, limit: Limit, origin: Override | str | None, who: Identities, now_us: int) -> Limit:
+        """The limit in the time zone, and from the first day, of the client's record."""
+        lookups = self._calendars
+        if "client" in self.rule.by:
+            kind = client_kind(who)
+            lookups = [each for each in lookups if _counted_kind(each) == kind]
+        client = Snapshot.find(lookups, who, now_us)
+        if client is None:
+            return limit
+        timezone, starts = client.timezone, client.starts
+        if isinstance(origin, Override):
+            timezone = None if origin.names_timezone else timezone
+            starts = None if origin.names_starts else starts
+        return self._snapshot.in_calendar(limit, timezone, starts)
 
 
 class UnknownKeyNet(CompiledRule):
@@ -509,6 +562,7 @@ class UnknownKeyNet(CompiledRule):
         tiers = {tier: snapshot.net_limit(limit) for tier, limit in rule.tiers.items()}
         # A request that lacks an identity is counted by address already: skip it.
         net = replace(rule, name=net_name(rule.name), limit=limit, tiers=tiers, by=kinds, net_of=rule.name)
+        net = replace(net, is_quota=False)  # counted in the store, also that of a quota
         region = next((each.region for each in net.limits), rule.region)
         super().__init__(replace(net, missing="skip", region=region), snapshot, route)
         self._base = base
@@ -540,8 +594,13 @@ def guards(guard: Rule, rule: Rule) -> bool:
         and guard.count_when is None
         and not guard.shadow
         and not guard.lists
+        and not guard.is_quota
         and (not _is_concurrency(guard) or _is_concurrency(rule))
     )
+
+
+def _counted_kind(lookup: _Lookup) -> str:
+    return "ip" if lookup[0] == "address" else lookup[0]
 
 
 def _is_concurrency(rule: Rule) -> bool:

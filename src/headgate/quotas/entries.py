@@ -133,7 +133,7 @@ class LeaseAnswer(NamedTuple):
     lease: QuotaReservation | None
     """None if the balance is too low."""
     balance: int
-    """What the account has left besides the lease."""
+    """The units that the account has left besides the lease."""
     period_end_us: int
     """The end of the account's current period; 0 without a plan."""
 

@@ -335,8 +335,8 @@ class Ledger:
     ) -> tuple[set[str], list[LeaseAnswer]]:
         """Everything that a process with leases has to do, in one transaction.
 
-        Records usage, settles outages, closes leases, and takes new ones, each given as (account, id, amount, least),
-        after opening the periods of the `plans` of their accounts.
+        Records usage, settles outages, closes leases, and takes new ones, each given as (account, id, amount, least).
+        The periods of the `plans` of their accounts are opened before.
         Returns the ids that other records have charged, and an answer for each lease. All of it can be repeated.
         """
         operations: list[Operation] = []
@@ -346,7 +346,8 @@ class Ledger:
             draft = EntryDraft(
                 derived_id("commit", id), "commit", 0, id, author=self.author, reason="ledger was unavailable"
             )
-            operations.append(SettleOutage(records[0].account, draft, records))
+            account = records[0].account
+            operations.append(SettleOutage(account, draft, records, plan=(plans or {}).get(account)))
         operations += [self._close(id) for id in close]
         for account, id, amount, least in lease:
             draft = self._reservation(amount, id, ttl, None, "", "")._replace(is_lease=True)

@@ -59,7 +59,7 @@ Refusal: TypeAlias = Literal["exhausted", "unavailable", "pending"]
 
 
 class AccountBalance(NamedTuple):
-    """What an account has left, as far as this process knows."""
+    """The units that an account has left, as far as this process knows."""
 
     remaining: int
     """Its own leases, and the balance when the ledger was last asked for one: without the leases of other processes."""
@@ -142,7 +142,12 @@ class _MeteredAccount:
         return not is_in_use and now - self.used_at > IDLE_S
 
     def left(self) -> int:
-        return sum(lease.left for lease in self.leases)
+        leases = self.leases
+        return leases[0].left if len(leases) == 1 else sum([lease.left for lease in leases])
+
+    def remaining(self) -> int:
+        """The units that the account has left, without the leases of other processes."""
+        return self.left() + self.balance
 
     def measure(self, now: float) -> None:
         elapsed = max(now - self.measured_at, 0.001)
@@ -159,13 +164,17 @@ class _MeteredAccount:
 class MeterReservation:
     """Units that are held for a request. End it with `commit` or `void`."""
 
-    __slots__ = ("_meter", "account", "amount", "holders", "id", "is_repeated", "lease", "paid_by", "reference")
+    __slots__ = (
+        "_meter", "account", "amount", "holders", "id", "is_repeated", "lease", "paid_by", "period_end_us", "reference",
+        "remaining",
+    )  # fmt: skip
 
     def __init__(
-        self, meter: QuotaMeter, lease: _MeterLease | None, account: str, amount: int, id: str, reference: str
+        self, meter: QuotaMeter, lease: _MeterLease | None, state: _MeteredAccount, amount: int, id: str, reference: str
     ) -> None:
         self._meter, self.lease = meter, lease
-        self.account, self.amount, self.id, self.reference = account, amount, id, reference
+        self.account, self.remaining, self.period_end_us = state.name, state.remaining(), state.period_end_us
+        self.amount, self.id, self.reference = amount, id, reference
         self.paid_by = () if lease is None else slice_sources(lease.paid_by, lease.amount - lease.left - amount, amount)
         """The sources that pay for it, such as "allowance" or "pay as you go", with their amounts. None are known for a
         request that was admitted without a lease."""
@@ -350,7 +359,7 @@ class QuotaMeter:
                     elif waiter is not None:
                         self._waiters.append(waiter)
                     return refusal
-            made = MeterReservation(self, lease, account, amount, id or uuid4().hex, reference)
+            made = MeterReservation(self, lease, state, amount, id or uuid4().hex, reference)
             if id is not None:
                 self._recent[id] = made
                 if len(self._recent) > MAX_RECENT_IDS:
@@ -358,12 +367,12 @@ class QuotaMeter:
             return made
 
     def balance(self, account: str) -> AccountBalance:
-        """What an account has left, as far as this process knows."""
+        """The units that an account has left, as far as this process knows."""
         with self._lock:
             state = self._accounts.get(account)
             if state is None:
                 return AccountBalance(0, 0)
-            return AccountBalance(state.left() + state.balance, state.period_end_us)
+            return AccountBalance(state.remaining(), state.period_end_us)
 
     def count_rejection(self, plan: QuotaPlan | None, reason: Refusal) -> None:
         """Count a request that was refused. `try_reserve` does it, except for those whose answer has come too late."""
@@ -508,7 +517,8 @@ class QuotaMeter:
             self._retire(now)
             self._ask_for_leases(now)
             pending = [*self._pending]
-            accounts = [self._accounts[name] for name, *_ in pending]
+            names = {name for name, *_ in pending} | {records[0].account for records in outages.values()}
+            accounts = [self._accounts[name] for name in names]
             plans = {account.name: account.plan for account in accounts if account.plan is not None}
             closing = [lease for lease in self._closing if self._is_done(lease, usage)]
         if not (usage or outages or pending or closing):
@@ -551,9 +561,10 @@ class QuotaMeter:
             if self._journal is not None and not (self._usage or self._outages or self._has_damage):
                 open_leases = [lease.id for account in self._accounts.values() for lease in account.leases]
                 self._journal.compact([*open_leases, *[lease.id for lease in self._closing]])
-            self._notify()
         if not was_available and self._on_change is not None:
             self._on_change(None)
+        with self._lock:
+            self._notify()
         return True
 
     def _notify(self) -> None:
@@ -633,11 +644,12 @@ class QuotaMeter:
     def _note_failure(self, error: HeadgateError) -> None:
         with self._lock:
             was_available, self._is_available = self._is_available, False
-            self._notify()
         if was_available and self._on_change is not None:
             self._on_change(error)
         elif was_available:
             logger.warning("the ledger is unavailable, quotas spend their leases: %s", error)
+        with self._lock:
+            self._notify()
 
 
 def _check(amount: object) -> int:

@@ -250,17 +250,22 @@ class CloseLease(Operation):
 class SettleOutage(Operation):
     """A charge for requests that were admitted while the ledger was unavailable, as far as the balance allows."""
 
-    def __init__(self, account: str, draft: EntryDraft, records: Sequence[UsageRecord]) -> None:
+    def __init__(
+        self, account: str, draft: EntryDraft, records: Sequence[UsageRecord], *, plan: QuotaPlan | None = None
+    ) -> None:
         """`draft` is a commit whose subject is the lease of the records, which is not in the ledger."""
         super().__init__(account=account, ids=(draft.id,))
-        self.of, self.draft, self.records = account, draft, records
+        self.of, self.draft, self.records, self.plan = account, draft, records, plan
 
     def run(self, ledger: LedgerTransaction) -> LedgerEntry:
         if (found := ledger.find(self.draft.id)) is not None:
             return found
         ledger.add_usage(self.records)
         count, amount, hash = ledger.usage_of(self.draft.subject)
-        return ledger.append(ledger.state(self.of), self.draft._replace(amount=amount), (count, hash))
+        state = ledger.state(self.of)
+        if self.plan is not None:
+            open_period(ledger, state, self.plan)
+        return ledger.append(state, self.draft._replace(amount=amount), (count, hash))
 
 
 def _lease_ends(lease: str) -> tuple[str, str]:

@@ -103,8 +103,7 @@ def open_engine(
     def _find(*_: Any) -> None:
         nonlocal may_create
         if may_create:
-            create_file(file)
-            may_create = False
+            may_create = create_file(file) is None  # as long as that fails, for example for want of a directory
         elif not file.exists():
             raise ConfigMissing(f"{_place(engine)}: file does not exist")
 
