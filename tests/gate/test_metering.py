@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import shutil
+import sqlite3
 import threading
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -22,6 +23,10 @@ from headgate.gate import AsyncGate, Gate
 from headgate.gate.admission import Admission, current_admission
 from headgate.policy import read
 from headgate.quotas import Ledger
+from headgate.telemetry import DecisionLog
+from headgate.telemetry.decision_log.record import lost_record
+from headgate.telemetry.decision_log.sinks.sqlite import SqliteReader, SqliteSink
+from headgate.telemetry.metrics.counters import Metrics
 from headgate.testing import FakeClock, FakeRequest
 from support.processes import run_in_child
 
@@ -657,3 +662,52 @@ def test_requests_are_decided_as_by_the_model(
     for client in ("acme", "globex"):
         for name in QUOTAS:
             assert shop.charged(f"{name}/{client}") == model.used.get((client, name), 0)
+
+
+# ------------------------------------------------------------------------------------------------------- records
+
+
+def test_decision_log_has_the_charges(shop: Shop, tmp_path: Path) -> None:
+    log = DecisionLog(f"sqlite:///{tmp_path}/decisions.db", secret=b"s" * 16, sample=1)
+    prompts = {"name": "tokens", "by": "tenant", "quota": "100/month", "reserve": 40}
+    gate = shop.gate(EXPORTS, prompts, options={"on_decision": log})
+    admissions = [gate.admit(sent_by("acme")) for _ in range(3)]
+    gate.finish(admissions[0], 200)
+    gate.flush_events()
+    log.close()
+    with closing(SqliteReader(tmp_path / "decisions.db")) as reader:
+        records = reader.recent(most=10)
+    ids = [[charge.id for charge in each.quotas] for each in admissions]
+    assert [record.charges for record in records] == [
+        (("exports", 1, (("allowance", 1),), ids[number][0]), ("tokens", 40, (("allowance", 40),), ids[number][1]))
+        for number in range(2)
+    ] + [()]
+    assert [record.outcome for record in records] == ["allowed", "allowed", "denied"]
+    assert (records[2].limit, records[2].remaining, records[2].cost) == ("tokens", 20, 40)
+    assert records[0].words.endswith("1 of exports paid by allowance; 40 of tokens paid by allowance")
+
+
+def test_older_decision_log_gets_the_column(tmp_path: Path) -> None:
+    file = tmp_path / "decisions.db"
+    with closing(SqliteSink(file)) as sink:
+        sink.write([])
+    with closing(sqlite3.connect(file)) as connection, connection:
+        connection.executescript("ALTER TABLE decisions DROP COLUMN quotas; PRAGMA user_version = 1")
+    lost = lost_record("0" * 14, 1, since_us=1, until_us=2, node="", region="")
+    with closing(SqliteSink(file)) as sink:
+        sink.write([lost._replace(quotas="[]")])
+    with closing(SqliteReader(file)) as reader:
+        assert [record.quotas for record in reader.recent(most=2)] == ["[]"]
+
+
+def test_metrics_contain_quotas(shop: Shop) -> None:
+    gate = shop.gate(EXPORTS)
+    metrics = Metrics()
+    metrics.watch(gate)
+    for _ in range(4):
+        ask(gate, sent_by("acme"))
+    gate.flush_events()
+    samples = {(sample.family.name, sample.labels): sample.value for sample in metrics.read()}
+    assert samples["rate_limiter_quota_charges", ()] == 3
+    assert samples["rate_limiter_quota_rejections", ("exports", "exhausted")] == 1
+    assert samples["rate_limiter_blocked", ("exports", "none", "unmatched")] == 1

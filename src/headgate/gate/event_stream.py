@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headgate.decisions import Decision
     from headgate.events import Event
     from headgate.gate.admission import Admission, RequestInfo, Shadow
+    from headgate.gate.metering import QuotaCharge
     from headgate.health import Health
     from headgate.keys import Key
     from headgate.policy.lists.list_watcher import ListStatus
@@ -70,6 +71,8 @@ class DecisionEvent(NamedTuple):
     """The answers of limits in shadow mode."""
     sample: tuple[list[str], str] | None
     """The values of the User-Agent header and the path, for the share of requests that an observer has asked for."""
+    quotas: Sequence[QuotaCharge] = ()
+    """The charges to the ledger."""
 
     @classmethod
     def of(cls, request: RequestInfo, admission: Admission, now_us: int) -> Self:
@@ -77,7 +80,7 @@ class DecisionEvent(NamedTuple):
         resolution, received_us = admission.resolution, admission.received_us
         assert resolution is not None, "requests to exempt routes have no event"
         request_fields = received_us, now_us - received_us, request.method, outcome_of(admission)
-        return cls(*request_fields, resolution, admission.decision, admission.shadows, None)
+        return cls(*request_fields, resolution, admission.decision, admission.shadows, None, admission.quotas)
 
 
 class Observer(Protocol):
@@ -167,7 +170,7 @@ class EventStream:
         outcome = "allowed" if admission.refusal is None else outcome_of(admission)
         sample = (request.header("user-agent"), request.path) if share and random() < share else None
         duration_us, method, decision = now_us - received_us, request.method, admission.decision
-        fields = (received_us, duration_us, method, outcome, resolution, decision, shadows, sample)
+        fields = (received_us, duration_us, method, outcome, resolution, decision, shadows, sample, admission.quotas)
         self.publish(_new_tuple(DecisionEvent, fields))
 
     def publish(self, event: DecisionEvent) -> None:

@@ -111,6 +111,7 @@ def test_rejection_record_is_complete(open_log: Callable[..., DecisionLog], sink
         degraded="",
         shadow=False,
         note="",
+        quotas="",
         weight=1.0,
         kinds=("ip",),
         clients=(record.client,),

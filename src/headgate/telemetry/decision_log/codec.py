@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from headgate.algorithms import NEVER
 from headgate.policy.model import Client, Identity, Policy
 from headgate.policy.routes import METHODS
-from headgate.telemetry.decision_log.record import ENVOY_METHODS, DecisionRecord, LimitDenial, id_prefix, lost_record
+from headgate.telemetry.decision_log.record import (
+    ENVOY_METHODS,
+    DecisionRecord,
+    LimitDenial,
+    encode_charges,
+    id_prefix,
+    lost_record,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,17 +68,18 @@ class EventEncoder:
         self._cached_since = time.monotonic()
 
     def encode(self, event: DecisionEvent, weight: float) -> bytes:
-        received_us, _, method, _, resolution, decision, shadows, _ = event
+        received_us, _, method, _, resolution, decision, shadows, _, quotas = event
         route, keys, cost, rules, who, tier, _, block = resolution
         header = self._headers.get((route, tier)) or self._encode_header(route, tier)
         fields: Any
         if decision is None:
             note = None if block is None else block.reason or ""
-            fields = received_us, method, header, note, weight, None, None, 0, who, (), (), ()
+            fields = received_us, method, header, note, weight, None, None, 0, who, (), (), (), ()
         else:
             limits = [self._encode_limit(rule, key[0]) for rule, key in zip(rules, keys, strict=True)]
             denying = _encode_denying(shadows) if shadows else ()
-            answer = decision.allowed, decision.degraded, cost, who, limits, decision.verdicts, denying
+            charges = [(each.name, each.amount, each.paid_by, each.id) for each in quotas] if quotas else ()
+            answer = decision.allowed, decision.degraded, cost, who, limits, decision.verdicts, denying, charges
             fields = received_us, method, header, None, weight, *answer
         try:
             return dumps(fields, FORMAT)
@@ -195,7 +203,7 @@ class EventDecoder:
             since_us, until_us, lost = fields
             id = _record_id(since_us, token, number)
             return lost_record(id, lost, since_us=since_us, until_us=until_us, node=self.node, region=self._region)
-        at_us, method, header, note, weight, allowed, degraded, cost, who, limits, verdicts, shadows = fields
+        at_us, method, header, note, weight, allowed, degraded, cost, who, limits, verdicts, shadows, charges = fields
         policy, endpoint, route_class, tier, is_local, edition = self._cached(header)
         outcome: Outcome = "allowed"
         reason: Reason = "within-limits"
@@ -222,7 +230,8 @@ class EventDecoder:
         kind, key, label, kinds, keys = self._clients.pseudonym((*who, *who.values()), self._labels.get(edition))
         method = method if method in METHODS or method in ENVOY_METHODS else "OTHER"
         at = _record_id(at_us, token, number), at_us, self.node, self._region, policy, method, endpoint
-        about = kind, key, label, degraded or "", reason == "over-shadow-limit", note or "", weight, kinds, keys
+        notes = reason == "over-shadow-limit", note or "", encode_charges(charges)
+        about = kind, key, label, degraded or "", *notes, weight, kinds, keys
         values = *at, route_class, tier, outcome, reason, *decisive, *about, tuple(others)
         return _new_tuple(DecisionRecord, values)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from headgate.calendars import Calendar
 from headgate.limits import Limit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "ENVOY",
@@ -20,6 +23,8 @@ __all__ = [
     "LimitDenial",
     "Outcome",
     "Reason",
+    "RecordedCharge",
+    "encode_charges",
     "id_prefix",
     "lost_record",
 ]
@@ -75,6 +80,17 @@ class LimitDenial(NamedTuple):
         return Limit(self.quota, period, burst=self.burst, algorithm=algorithm, name=self.limit)
 
 
+class RecordedCharge(NamedTuple):
+    """The charge of a request to a quota."""
+
+    quota: str
+    amount: int
+    paid_by: tuple[tuple[str, int], ...]
+    """The sources, such as "allowance", with their amounts."""
+    id: str
+    """The id of the usage record in the ledger."""
+
+
 class DecisionRecord(NamedTuple):
     """The record of one decision. It identifies the client by a keyed hash, and never contains an API key.
 
@@ -116,6 +132,8 @@ class DecisionRecord(NamedTuple):
     """True if the request passed, but a limit in shadow mode would have denied it; the fields are that limit's."""
     note: str
     """The reason of a block."""
+    quotas: str
+    """The charges to the ledger as JSON, see `charges`; empty if there are none."""
     weight: float
     """The number of requests that the record represents: 1 for rejections, 100 for a sample of 1 %."""
     kinds: tuple[str, ...]
@@ -136,6 +154,16 @@ class DecisionRecord(NamedTuple):
         return LimitDenial._make(self[FIRST_OF_LIMIT:AFTER_LIMIT]), *self.also
 
     @property
+    def charges(self) -> tuple[RecordedCharge, ...]:
+        """The charges to the ledger when the request was admitted: estimates, where the app settles the real amount."""
+        if not self.quotas:
+            return ()
+        return tuple(
+            RecordedCharge(quota, amount, tuple((source, part) for source, part in sources), id)
+            for quota, amount, sources, id in json.loads(self.quotas)
+        )
+
+    @property
     def words(self) -> str:
         """The decision in one line of text."""
         what = f"{self.outcome} {self.method} {self.route} of {self.label or 'unknown client'}"
@@ -147,7 +175,7 @@ class DecisionRecord(NamedTuple):
         if self.shadow:
             what = f"{what}, would be denied"
         if self.outcome == "allowed" and self.limit and not details:
-            details = [f"{self.remaining} left of {self.limit}"]
+            details = [f"{self.remaining} left of {self.limit}", *map(_describe_charge, self.charges)]
         text = f"{what}: {'; '.join(details)}" if details else what
         return f"{text} [{self.degraded}]" if self.degraded else text
 
@@ -170,7 +198,7 @@ class DecisionRecord(NamedTuple):
     def from_dict(cls, found: dict[str, Any]) -> DecisionRecord:
         """The inverse of `as_dict`."""
         lists = {"kinds": tuple(found["kinds"]), "clients": tuple(found["clients"])}
-        return cls(**{**found, **lists, "also": tuple([LimitDenial(**each) for each in found["also"]])})
+        return cls(**{"quotas": "", **found, **lists, "also": tuple([LimitDenial(**each) for each in found["also"]])})
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> DecisionRecord:
@@ -192,8 +220,8 @@ AFTER_LIMIT: Final = DecisionRecord._fields.index("retry_us") + 1
 def lost_record(id: str, count: int, *, since_us: int, until_us: int, node: str, region: str) -> DecisionRecord:
     """The record that stands for lost ones: their number, the first time (`at_us`) and the duration (`period_us`)."""
     limit = LimitDenial("", "", 0, until_us - since_us, 0, "", "", 0, 0, None)
-    about = "", "", "", "", False, "", float(count), (LOST,), (LOST,), ()
-    return DecisionRecord(id, since_us, node, region, "", "", "", "", "", LOST, LOST, *limit, *about)
+    about = "", "", "", "", False, "", "", float(count), (LOST,), (LOST,), ()
+    return DecisionRecord._make((id, since_us, node, region, "", "", "", "", "", LOST, LOST, *limit, *about))
 
 
 def id_prefix(at_us: int) -> str:
@@ -216,6 +244,16 @@ def _encode_denial(denial: LimitDenial) -> str:
 @lru_cache(maxsize=4096)
 def _encode_beginning(*same: Any) -> str:
     return _encode(same)[:-1]
+
+
+def encode_charges(charges: Sequence[tuple[Any, ...]]) -> str:
+    """Charges as the text of `DecisionRecord.quotas`."""
+    return _encode(charges) if charges else ""
+
+
+def _describe_charge(charge: RecordedCharge) -> str:
+    sources = " and ".join([source for source, _ in charge.paid_by]) or "nothing"
+    return f"{charge.amount} of {charge.quota} paid by {sources}"
 
 
 def _describe(denial: LimitDenial) -> str:

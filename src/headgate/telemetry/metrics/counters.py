@@ -134,6 +134,8 @@ class Metrics:
         gates = [gate for state in states if (gate := state.gate()) is not None]
         for gate in gates:
             gate.flush_events()
+            if (meter := getattr(gate, "quota_meter", None)) is not None:
+                self.watch_meter(meter)
         with self._lock:
             self._fold()
             samples = list(self._decision_samples(max([self._now_us, *[gate.now_us() for gate in gates]])))
@@ -170,7 +172,7 @@ class Metrics:
         self._latency_us += sum([duration_us for duration_us in durations_us if duration_us > 0])
         groups: defaultdict[Any, list[DecisionEvent]] = defaultdict(list)
         for event in events:
-            _, _, _, outcome, (route, _, _, rules, _, tier, _, _), decision, shadows, _ = event
+            _, _, _, outcome, (route, _, _, rules, _, tier, _, _), decision, shadows, _, _ = event
             if outcome == "allowed" and decision is not None and decision[4] is None and rules is route.rules:
                 groups[route, tier].append(event)
             else:
@@ -209,7 +211,7 @@ class Metrics:
         tallies, self._tallies = self._tallies, {}
         totals = self._totals
         for tally in tallies.values():
-            (_, _, _, outcome, (route, _, _, rules, _, tier, _, _), decision, _, _), count = tally.event, tally.count
+            (_, _, _, outcome, (route, _, _, rules, _, tier, _, _), decision, _, _, _), count = tally.event, tally.count
             tier, place = tier or NONE, (route.route_class or NONE, route.endpoint)
             totals["decisions"].add((outcome, *place, tier), count)
             if outcome == "allowed":

@@ -30,6 +30,7 @@ CREATE TABLE IF NOT EXISTS decisions
     degraded    String,
     shadow      Bool,
     note        String,
+    quotas      String,
     weight      Float64,
     kinds       Array(LowCardinality(String)),
     clients     Array(String),
@@ -44,6 +45,9 @@ ENGINE = ReplacingMergeTree
 PARTITION BY toYYYYMM(at)
 ORDER BY (client, at_us, id)
 TTL toDateTime(at) + INTERVAL 90 DAY;
+
+-- For tables that were created before requests were charged to quotas.
+ALTER TABLE decisions ADD COLUMN IF NOT EXISTS quotas String AFTER note;
 
 -- Counts by minute, for charts. Ids are counted, not rows, so that replays don't double here either:
 --   SELECT minute, sum(requests) FROM decisions_per_minute_read WHERE outcome = 'denied' GROUP BY minute

@@ -29,6 +29,7 @@ CREATE TABLE IF NOT EXISTS decisions_queue
     degraded    String,
     shadow      Bool,
     note        String,
+    quotas      String,
     weight      Float64,
     kinds       Array(String),
     clients     Array(String),
@@ -48,7 +49,7 @@ SETTINGS
 CREATE MATERIALIZED VIEW IF NOT EXISTS decisions_feed TO decisions AS
 SELECT
     id, at_us, node, region, policy, method, route, route_class, tier, outcome, reason, "limit", "by", quota, period_us,
-    burst, algorithm, origin, cost, remaining, retry_us, client_kind, client, label, degraded, shadow, note, weight,
-    kinds, clients,
+    burst, algorithm, origin, cost, remaining, retry_us, client_kind, client, label, degraded, shadow, note, quotas,
+    weight, kinds, clients,
     if(empty(also), '', toJSONString(also)) AS also
 FROM decisions_queue;

@@ -26,7 +26,7 @@ __all__ = ["SqliteReader", "SqliteSink", "open_reader", "open_sink"]
 logger = logging.getLogger("headgate")
 
 DAY_US: Final = 86_400_000_000
-VERSION: Final = 1
+VERSION: Final = 2
 """The version of the schema, in `PRAGMA user_version`."""
 ROWS_PER_INSERT: Final = 1000
 """Each statement releases the GIL once, which for single rows would cost more than the row."""
@@ -60,6 +60,9 @@ TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS decisions_of (client TEXT, id TEXT, PRIMARY KEY (client, id)) WITHOUT ROWID",
 )
 """The second table is the index by client and time."""
+
+UPGRADES: Final = {1: "ALTER TABLE decisions ADD COLUMN quotas TEXT NOT NULL DEFAULT ''"}
+"""The statements that upgrade the schema, by the version before."""
 
 SIZE: Final = """
     SELECT (page_count - freelist_count) * page_size FROM pragma_page_count, pragma_freelist_count, pragma_page_size
@@ -241,7 +244,7 @@ class SqliteReader:
 def _prepare(connection: sqlite3.Connection, path: str) -> None:
     """Create the tables, or check that they are those of a decision log."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version not in (0, VERSION):
+    if version not in (0, VERSION, *UPGRADES):
         raise InvalidConfiguration(f"{path} is not a decision log of this version; name a new file")
     if not version:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
@@ -251,9 +254,11 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
     # Clients are in random order: pages of the index are changed again and again.
     connection.execute(f"PRAGMA cache_size = -{CACHE_KB}")
     connection.execute(f"PRAGMA wal_autocheckpoint = {PAGES_BEFORE_CHECKPOINT}")
-    if not version:
+    if version != VERSION:
         with _transaction(connection):
-            for statement in (*TABLES, f"PRAGMA user_version = {VERSION}"):
+            version = connection.execute("PRAGMA user_version").fetchone()[0]  # another process may have been faster
+            changes = TABLES if not version else [UPGRADES[each] for each in range(version, VERSION)]
+            for statement in (*changes, f"PRAGMA user_version = {VERSION}"):
                 connection.execute(statement)
 
 
@@ -275,7 +280,7 @@ def _insert(connection: sqlite3.Connection, records: Sequence[DecisionRecord]) -
     for start in range(0, len(records), ROWS_PER_INSERT):
         some = records[start : start + ROWS_PER_INSERT]
         values = [*chain.from_iterable([record.as_row() for record in some])]
-        connection.execute(f"INSERT OR IGNORE INTO decisions VALUES {', '.join([ROW] * len(some))}", values)
+        connection.execute(f"INSERT OR IGNORE INTO decisions ({COLUMNS}) VALUES {', '.join([ROW] * len(some))}", values)
     connection.execute(INDEX, (json.dumps([record.id for record in records]),))
 
 
