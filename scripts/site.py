@@ -31,7 +31,7 @@ TOP_PAGES = {
 }
 TUTORIAL = ["tutorial", "operating"]
 HOW_TO = {
-    "Frameworks": ["asgi", "flask", "django", "aiohttp", "grpc", "functions", "view-limits"],
+    "Frameworks": ["asgi", "flask", "django", "aiohttp", "grpc", "functions", "view-limits", "messages"],
     "Gateways": ["gateways", "serve", "moving-from-ratelimit"],
     "Clients": ["clients"],
     "Operation": [

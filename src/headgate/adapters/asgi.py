@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from headgate.gate.admission import Admission
     from headgate.gate.base import GateOptions
+    from headgate.gate.messages import MessageMeter, MessageVerdict
     from headgate.gate.responses import Header, Rejection
     from headgate.policy.model import Policy
 
@@ -39,10 +42,18 @@ __all__ = [
     "signed_in_user",
 ]
 
+logger = logging.getLogger("headgate")
+
 RESPONSE_STARTS: Final = frozenset({"http.response.start", "websocket.accept", "websocket.http.response.start"})
 """The messages that contain the header fields of a response."""
 
 BODIES: Final = frozenset({"http.response.body", "websocket.http.response.body"})
+METERED: Final = frozenset({"websocket.send", "http.response.body"})
+"""The messages from the app that limits on messages count."""
+EMPTY_LINES: Final = re.compile(rb"\n{2,}")
+POLICY_VIOLATION: Final = 1008
+MAX_REASON_BYTES: Final = 123
+"""Of the reason in a WebSocket close frame."""
 TRY_AGAIN_LATER: Final = 1013  # WebSocket close code, for servers that cannot reject the handshake with a status
 
 _encoded = lru_cache(maxsize=64)(str.encode)
@@ -121,7 +132,9 @@ class HeadgateMiddleware:
         if admission is UNLIMITED:
             return await self.app(scope, receive, send)
         if admission.needs_finish:
-            return await HeaderSend(send, admission, partial(gate.finish, admission)).serve(self.app, scope, receive)
+            meter = gate.message_meter(admission)
+            app = self.app if meter is None else partial(serve_metered, self.app, gate, meter)
+            return await HeaderSend(send, admission, partial(gate.finish, admission)).serve(app, scope, receive)
         header_send = HeaderSend(send, admission)
         try:
             return await self.app(scope, receive, header_send)
@@ -201,6 +214,134 @@ class HeaderSend:
         finish, self._finish = self._finish, None
         if finish is not None:
             await finish_shielded(finish(self._status))
+
+
+async def serve_metered(
+    app: App, gate: AsyncGate, meter: MessageMeter, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Call the app on a connection whose messages are limited."""
+    connection = MeteredConnection(gate, meter, receive, send)
+    try:
+        await app(scope, connection.receive, connection.send)
+    except Exception as error:
+        if not connection.is_closed:
+            raise
+        logger.debug("the app has ended with %r after its connection was closed", error)
+
+
+class MeteredConnection:
+    """The `receive` and `send` of a connection whose messages or bytes are limited.
+
+    A message that has to wait is not passed on, and the next one is not read meanwhile, so that the server's and the
+    kernel's buffers fill and the other side waits, too.
+    """
+
+    def __init__(self, gate: AsyncGate, meter: MessageMeter, receive: Receive, send: Send) -> None:
+        self._charge = partial(gate.charge_messages, meter)
+        self._receive = receive
+        self._send = send
+        self._sending = asyncio.Lock()
+        """Keeps messages in order that several tasks send."""
+        self._events: EventCounter | None = None
+        """Counts the events of a response that is an event stream."""
+        self._closed: Message | None = None
+        """The message that the app receives after the connection was closed."""
+
+    @property
+    def is_closed(self) -> bool:
+        """True after a limit has closed the connection."""
+        return self._closed is not None
+
+    async def receive(self) -> Message:
+        while self._closed is None:
+            message = await self._receive()
+            kind = message["type"]
+            if kind == "websocket.receive":
+                verdict = await self._charge("received", 1, _websocket_size(message))
+            elif kind == "http.request":
+                verdict = await self._charge("received", 0, len(message.get("body", b"")), can_end=False)
+            else:
+                return message
+            if verdict.action == "pass":
+                return message
+            if verdict.action == "close":
+                await self._close(verdict, kind)
+        return self._closed
+
+    async def send(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "http.response.start" and _is_event_stream(message):
+            self._events = EventCounter()
+        if kind not in METERED:
+            await self._send(message)
+            return
+        async with self._sending:
+            if self._closed is not None:
+                raise ConnectionClosed("the connection was closed because a limit on its messages was reached")
+            if kind == "websocket.send":
+                verdict = await self._charge("sent", 1, _websocket_size(message))
+            else:
+                body = message.get("body", b"")
+                counter = self._events
+                was_between = counter is not None and counter.is_between_events
+                events = 0 if counter is None else counter.count(body)
+                is_whole = was_between and counter is not None and counter.is_between_events
+                can_end = is_whole and message.get("more_body", False)
+                verdict = await self._charge("sent", events, len(body), can_end=can_end)
+            if verdict.action == "pass":
+                await self._send(message)
+            if verdict.action == "close":
+                await self._close(verdict, kind)
+                raise ConnectionClosed(verdict.reason)
+
+    async def _close(self, verdict: MessageVerdict, kind: str) -> None:
+        if not kind.startswith("websocket."):
+            self._closed = {"type": "http.disconnect"}
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
+        code = POLICY_VIOLATION if verdict.is_final else TRY_AGAIN_LATER
+        reason = verdict.reason.encode()[:MAX_REASON_BYTES].decode("utf-8", "ignore")
+        self._closed = {"type": "websocket.disconnect", "code": code, "reason": reason}
+        with suppress(OSError, RuntimeError):  # the client may be gone
+            await self._send({"type": "websocket.close", "code": code, "reason": reason})
+
+
+class ConnectionClosed(OSError):
+    """Raised by `send` after a limit on messages has closed the connection, as servers do after a disconnect."""
+
+
+class EventCounter:
+    """Counts the events of an event stream: they end with an empty line, wherever the parts of the body do."""
+
+    def __init__(self) -> None:
+        self.is_between_events = True
+        """True if the stream may end here, or go on with another event."""
+        self._ends_line = False
+
+    def count(self, body: bytes) -> int:
+        """The number of events that end in this part."""
+        text = body.replace(b"\r", b"")
+        if self.is_between_events:
+            text = text.lstrip(b"\n")
+        elif self._ends_line:
+            text = b"\n" + text
+        if text:
+            self.is_between_events, self._ends_line = text.endswith(b"\n\n"), text.endswith(b"\n")
+        return len(EMPTY_LINES.findall(text))
+
+
+def _websocket_size(message: Message) -> int:
+    text = message.get("text")
+    if text is None:
+        return len(message.get("bytes") or b"")
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def _is_event_stream(message: Message) -> bool:
+    return any(
+        name.lower() == b"content-type" and value.partition(b";")[0].strip().lower() == b"text/event-stream"
+        for name, value in message.get("headers", ())
+    )
 
 
 async def run_lifespan(app: App, scope: Scope, receive: Receive, send: Send, gate: AsyncGate) -> None:

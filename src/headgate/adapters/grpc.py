@@ -7,6 +7,8 @@ sent as trailing metadata, which a handler cannot have sent before.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Generator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from inspect import isasyncgenfunction, iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Final, Unpack
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from headgate.gate.admission import Admission
     from headgate.gate.base import GateOptions
+    from headgate.gate.messages import Direction, MessageMeter
     from headgate.gate.responses import Header, Rejection
     from headgate.policy.model import Policy
 
@@ -117,20 +120,29 @@ class HeadgateInterceptor(_GateOwner, grpc.ServerInterceptor):  # type: ignore[t
     ) -> Handler:
         def guarded(behavior: Behavior, streams: bool) -> Behavior:
             def respond(request: Any, context: Any) -> Any:
-                with self._admit(GrpcRequest(handler_call_details, context)):
-                    return behavior(request, context)
+                with self._admit(GrpcRequest(handler_call_details, context)) as meter:
+                    if sizes is None:
+                        return behavior(request, context)
+                    metered = MeteredRpc(self.gate, meter, context, sizes)
+                    return metered.respond(behavior(metered.receive(request), context))
 
             def respond_stream(request: Any, context: Any) -> Iterator[Any]:
-                with self._admit(GrpcRequest(handler_call_details, context)):
-                    yield from behavior(request, context)
+                with self._admit(GrpcRequest(handler_call_details, context)) as meter:
+                    if sizes is None:
+                        yield from behavior(request, context)
+                        return
+                    metered = MeteredRpc(self.gate, meter, context, sizes)
+                    with closing_if_generator(behavior(metered.receive(request), context)) as messages:
+                        yield from metered.send(messages)
 
             return respond_stream if streams else respond
 
-        unknown = grpc.unary_unary_rpc_method_handler(_not_found)
-        return _wrap(continuation(handler_call_details) or unknown, guarded)
+        handler = continuation(handler_call_details) or grpc.unary_unary_rpc_method_handler(_not_found)
+        sizes = MessageSizes(handler) if self.gate.limits_messages else None
+        return _wrap(handler, guarded, sizes)
 
     @contextmanager
-    def _admit(self, request: GrpcRequest) -> Iterator[None]:
+    def _admit(self, request: GrpcRequest) -> Iterator[MessageMeter | None]:
         context = request.native
         admission = self.gate.admit(request)
         if admission.refusal is not None:
@@ -138,7 +150,7 @@ class HeadgateInterceptor(_GateOwner, grpc.ServerInterceptor):  # type: ignore[t
         enter_context(admission)  # also without limits: the thread has served other requests
         failure: BaseException | None = None
         try:
-            yield
+            yield self.gate.message_meter(admission) if admission.needs_finish else None
         except BaseException as error:
             failure = error
             raise
@@ -176,17 +188,24 @@ class AsyncHeadgateInterceptor(_GateOwner, grpc.aio.ServerInterceptor):  # type:
     ) -> Handler:
         def guarded(behavior: Behavior, streams: bool) -> Behavior:
             async def respond(request: Any, context: Any) -> Any:
-                async with self._admit(GrpcRequest(handler_call_details, context)) as admitted_context:
-                    return await behavior(request, admitted_context)
+                async with self._admit(GrpcRequest(handler_call_details, context), sizes) as admitted_context:
+                    if sizes is None:
+                        return await behavior(request, admitted_context)
+                    response = await behavior(await admitted_context.metered(request), admitted_context)
+                    return None if streams_by_write else await admitted_context.metered_response(response)
 
             async def respond_stream(request: Any, context: Any) -> AsyncIterator[Any]:
-                async with (
-                    self._admit(GrpcRequest(handler_call_details, context)) as admitted_context,
-                    aclosing(behavior(request, admitted_context)) as messages,
-                ):
-                    async for message in messages:
-                        yield message
+                async with self._admit(GrpcRequest(handler_call_details, context), sizes) as admitted_context:
+                    if sizes is not None:
+                        request = await admitted_context.metered(request)
+                    async with aclosing(behavior(request, admitted_context)) as messages:
+                        async for message in messages:
+                            if sizes is None:
+                                yield message
+                            elif (content := await admitted_context.send(message)) is not None:
+                                yield content
 
+            streams_by_write = streams
             if isasyncgenfunction(behavior):
                 return respond_stream
             if iscoroutinefunction(behavior):  # may stream by context.write
@@ -196,11 +215,12 @@ class AsyncHeadgateInterceptor(_GateOwner, grpc.aio.ServerInterceptor):  # type:
                 "AsyncHeadgateInterceptor, write `async def`"
             )
 
-        unknown = grpc.unary_unary_rpc_method_handler(_not_found_async)
-        return _wrap(await continuation(handler_call_details) or unknown, guarded)
+        handler = await continuation(handler_call_details) or grpc.unary_unary_rpc_method_handler(_not_found_async)
+        sizes = MessageSizes(handler) if self.gate.limits_messages else None
+        return _wrap(handler, guarded, sizes)
 
     @asynccontextmanager
-    async def _admit(self, request: GrpcRequest) -> AsyncIterator[Any]:
+    async def _admit(self, request: GrpcRequest, sizes: MessageSizes | None) -> AsyncIterator[Any]:
         context = request.native
         admission = await self.gate.admit(request)
         if admission.refusal is not None:
@@ -208,7 +228,11 @@ class AsyncHeadgateInterceptor(_GateOwner, grpc.aio.ServerInterceptor):  # type:
         enter_context(admission)  # each RPC has its own task
         failure: BaseException | None = None
         try:
-            yield _AdmittedContext(context, admission)
+            meter = self.gate.message_meter(admission) if admission.needs_finish else None
+            if sizes is None:
+                yield _AdmittedContext(context, admission)
+            else:
+                yield _MeteredContext(context, admission, self.gate, meter, sizes)
         except BaseException as error:
             failure = error
             raise
@@ -233,12 +257,140 @@ class _AdmittedContext:
         await self._context.abort(code, details, (*own, *_metadata(self._admission.headers)))
 
 
-def _wrap(handler: Handler, guarded: Callable[[Behavior, bool], Behavior]) -> Handler:
+class MessageSizes:
+    """The sizes of the messages of one RPC: its requests are measured before they are parsed, and its responses are
+    serialized before they are sent."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._parse = handler.request_deserializer
+        self._serialize = handler.response_serializer
+        self._received: deque[int] = deque()
+
+    def parse(self, content: bytes) -> Any:
+        """The deserializer of the RPC."""
+        self._received.append(len(content))
+        return content if self._parse is None else self._parse(content)
+
+    def serialize(self, message: Any) -> bytes:
+        return message if self._serialize is None else self._serialize(message)  # type: ignore[no-any-return]
+
+    def next_received(self) -> int:
+        """The size of the next request that is passed on."""
+        return self._received.popleft() if self._received else 0
+
+
+class MeteredRpc:
+    """The messages of an RPC on a server with threads."""
+
+    def __init__(self, gate: Gate, meter: MessageMeter | None, context: Any, sizes: MessageSizes) -> None:
+        self._gate = gate
+        self._meter = meter
+        self._context = context
+        self._sizes = sizes
+
+    def receive(self, request: Any) -> Any:
+        """The request, or an iterator of requests that waits before it passes one on."""
+        if hasattr(request, "__next__"):
+            return (message for message in request if self._passes("received", self._sizes.next_received()))
+        self._passes("received", self._sizes.next_received(), can_drop=False)
+        return request
+
+    def respond(self, message: Any) -> bytes:
+        """The only response, serialized, when it may be sent."""
+        content = self._sizes.serialize(message)
+        self._passes("sent", len(content), can_drop=False)
+        return content
+
+    def send(self, messages: Iterable[Any]) -> Iterator[bytes]:
+        """The serialized responses that may be sent, each at its time."""
+        for message in messages:
+            content = self._sizes.serialize(message)
+            if self._passes("sent", len(content)):
+                yield content
+
+    def _passes(self, direction: Direction, size: int, *, can_drop: bool = True) -> bool:
+        if self._meter is None:
+            return True
+        verdict = self._gate.charge_messages(self._meter, direction, 1, size)
+        if verdict.action == "close" or (verdict.action == "drop" and not can_drop):
+            self._context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, verdict.reason)
+        return verdict.action == "pass"
+
+
+class _MeteredContext(_AdmittedContext):
+    """The context of an RPC on an asyncio server whose messages are limited, also those that its handler reads and
+    writes itself."""
+
+    def __init__(
+        self, context: Any, admission: Admission, gate: AsyncGate, meter: MessageMeter | None, sizes: MessageSizes
+    ) -> None:
+        super().__init__(context, admission)
+        self._gate = gate
+        self._meter = meter
+        self._sizes = sizes
+
+    async def metered(self, request: Any) -> Any:
+        """The request, or an iterator of requests that waits before it passes one on."""
+        if hasattr(request, "__anext__") or hasattr(request, "__aiter__"):
+            return self._requests(request)
+        await self._passes("received", self._sizes.next_received(), can_drop=False)
+        return request
+
+    async def metered_response(self, message: Any) -> bytes:
+        content = self._sizes.serialize(message)
+        await self._passes("sent", len(content), can_drop=False)
+        return content
+
+    async def send(self, message: Any) -> bytes | None:
+        """The serialized response when it may be sent; None if it is dropped."""
+        content = self._sizes.serialize(message)
+        return content if await self._passes("sent", len(content)) else None
+
+    async def read(self) -> Any:
+        while True:
+            message = await self._context.read()
+            is_end = message is grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
+            if is_end or await self._passes("received", self._sizes.next_received()):
+                return message
+
+    async def write(self, message: Any) -> None:
+        if (content := await self.send(message)) is not None:
+            await self._context.write(content)
+
+    async def _requests(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for message in requests:
+            if await self._passes("received", self._sizes.next_received()):
+                yield message
+
+    async def _passes(self, direction: Direction, size: int, *, can_drop: bool = True) -> bool:
+        if self._meter is None:
+            return True
+        verdict = await self._gate.charge_messages(self._meter, direction, 1, size)
+        if verdict.action == "close" or (verdict.action == "drop" and not can_drop):
+            await self.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, verdict.reason)
+        return verdict.action == "pass"
+
+
+@contextmanager
+def closing_if_generator(messages: Iterable[Any]) -> Iterator[Iterable[Any]]:
+    """Close a generator at the end, as `yield from` does; other iterables have nothing to close."""
+    try:
+        yield messages
+    finally:
+        if isinstance(messages, Generator):
+            messages.close()
+
+
+def _wrap(
+    handler: Handler, guarded: Callable[[Behavior, bool], Behavior], sizes: MessageSizes | None = None
+) -> Handler:
     """A handler of the same kind behind the gate."""
     names = {True: "stream", False: "unary"}
     kind = f"{names[handler.request_streaming]}_{names[handler.response_streaming]}"
     behavior = guarded(getattr(handler, kind), handler.response_streaming)
     make: Callable[..., Handler] = getattr(grpc, f"{kind}_rpc_method_handler")
+    if sizes is not None:
+        return make(behavior, sizes.parse, None)
     return make(behavior, handler.request_deserializer, handler.response_serializer)
 
 

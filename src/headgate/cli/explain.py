@@ -200,6 +200,7 @@ def _as_dict(found: Explanation) -> dict[str, Any]:
     return {**found._asdict(), "limits": limits, "left_out": [each._asdict() for each in found.left_out]}
 
 
+EXCESS: Final = {"wait": "wait", "drop": "are dropped", "close": "close the connection"}
 _TEMPORARY_HASH: Final = (
     "the API key is hashed with a random secret: give --secret-file or HEADGATE_SECRET to see the stored hash"
 )
@@ -259,7 +260,7 @@ def explain(policy: Policy, request: HypotheticalRequest) -> Explanation:
     # Like a gate: an exempt route skips everything, and a block skips all limits.
     block = None if plan.is_exempt else resolution.block
     is_counted = not plan.is_exempt and block is None
-    met = (*resolution.applied_limits, *resolution.shadows) if is_counted else ()
+    met = (*resolution.applied_limits, *resolution.shadows, *resolution.message_limits) if is_counted else ()
     left_out = (*_skipped_rules(resolution), *_skipped_overrides(policy, resolution, request)) if is_counted else ()
     method = normalize_method(request.method)
     has_regions = bool(policy.region_limits) or (policy.regions is not None and bool(policy.regions.stores))
@@ -340,6 +341,9 @@ def _reasons(met: AppliedLimit, resolution: Resolution, request: HypotheticalReq
         yield f"tier {met.origin}"
     if met.lacks is not None:
         yield f"no {met.lacks}: counted by address"
+    if not rule.counts_requests:
+        which = "" if rule.direction == "both" else f" {rule.direction}"
+        yield f"counts {rule.counts}{which}: over it, they {EXCESS[rule.on_excess]}"
     if rule.lists:
         yield f"listed in {' and '.join(name for name in rule.lists if name in resolution.who.get(LISTED, '').split())}"
     if rule.settled:
@@ -375,8 +379,10 @@ def _terms(entry: Override | Block) -> str:
 
 def _skipped_rules(resolution: Resolution) -> Iterator[SkippedLimit]:
     who, tier, plan = resolution.who, resolution.tier, resolution.route
-    met = {each.rule.name: each.rule for each in (*resolution.applied_limits, *resolution.shadows)}
-    for rule in [each.rule for each in (*plan.rules, *plan.shadows) if each.rule.name not in met]:
+    applied = (*resolution.applied_limits, *resolution.shadows, *resolution.message_limits)
+    met = {each.rule.name: each.rule for each in applied}
+    candidates = (*plan.rules, *plan.shadows, *plan.message_rules)
+    for rule in [each.rule for each in candidates if each.rule.name not in met]:
         if rule.limit is None and tier not in rule.tiers:
             tiers = f"tier{'s' if len(rule.tiers) > 1 else ''} {', '.join(rule.tiers)}"
             yield SkippedLimit(rule.name, f"only for {tiers}; this client has {f'tier {tier}' if tier else 'no tier'}")
@@ -394,7 +400,8 @@ def _skipped_rules(resolution: Resolution) -> Iterator[SkippedLimit]:
 
 def _skipped_overrides(policy: Policy, resolution: Resolution, request: HypotheticalRequest) -> Iterator[SkippedLimit]:
     """Overrides of this client that do not apply."""
-    met = {each.rule.name: each.origin for each in (*resolution.applied_limits, *resolution.shadows)}
+    applied = (*resolution.applied_limits, *resolution.shadows, *resolution.message_limits)
+    met = {each.rule.name: each.origin for each in applied}
     for override in policy.overrides:
         if override.rule not in met or override is met[override.rule] or not request.matches(override.identity):
             continue

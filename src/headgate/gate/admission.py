@@ -81,6 +81,8 @@ class Admission:
     """The context manager of the concurrency leases of this request."""
     quotas: Sequence[QuotaCharge] = ()
     """The charges on quotas, with the sources that pay for them."""
+    meters_messages: bool = False
+    """True if the adapter applies the limits on messages."""
     is_settled: bool = False
     """True once the final cost is charged; `commit` has no effect any more."""
     _committed: dict[str, int] | None = None

@@ -23,6 +23,7 @@ from headgate.gate.active_policy import ActivePolicy
 from headgate.gate.admission import UNLIMITED, Admission, Shadow
 from headgate.gate.event_stream import EventStream, is_observer
 from headgate.gate.identity import IdentityExtractor
+from headgate.gate.messages import MessageMeter
 from headgate.gate.metering import QuotaDenial, QuotaMetering, void
 from headgate.gate.mounts import unreachable_paths
 from headgate.gate.responses import ResponseBuilder, health_response
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from headgate.gate.admission import RequestInfo
     from headgate.gate.event_stream import DecisionHook, Observer
     from headgate.gate.identity import AppIdentities, IdentityFunction
+    from headgate.gate.messages import MessageCounts
     from headgate.gate.metering import QuotaCharge, QuotaRequest
     from headgate.gate.mounts import AppRoute
     from headgate.gate.responses import HeaderTemplate, RejectionBody
@@ -237,6 +239,9 @@ class GateBase:
         self._lists: NetworkLists | None = None
         """The reputation lists; None until a policy has some."""
         self._failed_lists: set[str] = set()
+        self._unmetered: set[str] = set()
+        """Limits on messages that an adapter has not applied, and that were reported."""
+        self._message_counts: MessageCounts = {}
         self._started_with: RegionSettings | None = None
         """The regions of the first policy; later changes of them take effect when the process is restarted."""
         self._random_secret = secrets.token_bytes(32)
@@ -441,8 +446,26 @@ class GateBase:
                 return self._deny_by_quota(pending, charges)
         return self.complete(pending, decision, charges=charges)
 
+    @property
+    def limits_messages(self) -> bool:
+        """True if the policy has limits on messages or bytes."""
+        return self.active_policy.snapshot.limits_messages
+
+    def message_meter(self, admission: Admission) -> MessageMeter | None:
+        """The limits on the messages of an admitted connection; None if there are none. For adapters that can wait."""
+        resolution = admission.resolution
+        if resolution is None or not resolution.route.message_rules or not self.is_on:
+            return None
+        admission.meters_messages = True
+        if not (limits := resolution.message_limits):
+            return None
+        failure_policy = self._failure_policies[resolution.route.on_failure]
+        return MessageMeter(limits, self._limiter.engine, failure_policy, self._message_counts)
+
     def finish_in_steps(self, admission: Admission, status: int) -> Steps:
         """Release the leases of a request, and settle its cost."""
+        if admission.resolution is not None and admission.resolution.route.message_rules:
+            self._warn_of_unmetered(admission.resolution, is_metered=admission.meters_messages)
         if isinstance(admission.lease, _LocalLease):
             admission.lease.release()
         elif admission.lease is not None:
@@ -474,6 +497,16 @@ class GateBase:
                 if error.may_have_happened or isinstance(error, ScriptError):  # such an operation is not deferred
                     logger.warning("the cost of a request on limit %r was not settled: %s", applied.rule.name, error)
         admission.is_settled = True
+
+    def _warn_of_unmetered(self, resolution: Resolution, *, is_metered: bool) -> None:
+        for rule in resolution.route.message_rules if not is_metered else ():
+            if rule.rule.name not in self._unmetered:
+                self._unmetered.add(rule.rule.name)
+                logger.warning(
+                    "limit %r counts %s, which this adapter does not, so that it has no effect: use ASGI or gRPC",
+                    rule.rule.name,
+                    rule.rule.counts,
+                )
 
     def _emit(self, request: RequestInfo, admission: Admission) -> None:
         """Run the decision hooks, and put the event of the decision into the stream. For use while `_is_observed`."""
@@ -770,6 +803,11 @@ class GateBase:
             self._failed_lists.discard(name)
             text = f"list {name}: version {watcher.version} is in force after failures"
             emitter.emit("list-back", text, list=name, version=watcher.version)
+
+    @property
+    def message_counts(self) -> MessageCounts:
+        """Messages that had to wait, were dropped, or have closed their connection, by limit and outcome."""
+        return {**self._message_counts}
 
     @property
     def list_status(self) -> list[ListStatus]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headgate.decisions import Decision
     from headgate.events import Event
     from headgate.gate.admission import Admission, RequestInfo, Shadow
+    from headgate.gate.messages import MessageCounts
     from headgate.gate.metering import QuotaCharge
     from headgate.health import Health
     from headgate.keys import Key
@@ -116,6 +117,8 @@ class DecisionSource(Protocol):
     def policy_age_s(self) -> float | None: ...
     @property
     def store_stats(self) -> Any: ...
+    @property
+    def message_counts(self) -> MessageCounts: ...
     @property
     def list_status(self) -> Sequence[ListStatus]: ...
     def add_observer(self, observer: DecisionHook | Observer) -> None: ...

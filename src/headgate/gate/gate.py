@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from headgate.gate.active_policy import ActivePolicy
     from headgate.gate.admission import RequestInfo
     from headgate.gate.base import Steps
+    from headgate.gate.messages import Direction, MessageMeter, MessageVerdict
     from headgate.gate.view_limits import LimitDeclaration, ViewAdmissions, ViewRequest
 
 __all__ = ["AsyncGate", "Gate", "TaskWaiter", "ThreadWaiter"]
@@ -87,6 +88,14 @@ class Gate(GateBase):
         """Release leases and settle the cost of a request, after its response was sent with this status."""
         self._drive(self.finish_in_steps(admission, status))
 
+    def charge_messages(
+        self, meter: MessageMeter, direction: Direction, messages: int, size: int, *, can_end: bool = True
+    ) -> MessageVerdict:
+        """Charge messages of a connection, and wait until they may pass."""
+        return self._drive(  # type: ignore[no-any-return]
+            meter.charge_in_steps(direction, messages, size, can_end=can_end)
+        )
+
     def admit_to_view(
         self, request: ViewRequest, declarations: tuple[LimitDeclaration, ...], admissions: ViewAdmissions
     ) -> Admission:
@@ -149,6 +158,14 @@ class AsyncGate(GateBase):
     async def finish(self, admission: Admission, status: int) -> None:
         """Release leases and settle the cost of a request, after its response was sent with this status."""
         await self._drive(self.finish_in_steps(admission, status))
+
+    async def charge_messages(
+        self, meter: MessageMeter, direction: Direction, messages: int, size: int, *, can_end: bool = True
+    ) -> MessageVerdict:
+        """Charge messages of a connection, and wait until they may pass."""
+        return await self._drive(  # type: ignore[no-any-return]
+            meter.charge_in_steps(direction, messages, size, can_end=can_end)
+        )
 
     async def admit_to_view(
         self, request: ViewRequest, declarations: tuple[LimitDeclaration, ...], admissions: ViewAdmissions

@@ -64,6 +64,8 @@ class RouteCosts:
     def objection(self, draft: RuleDraft, limit: Limit, route_class: str | None = None) -> str | None:
         """The reason why some request is always denied; None if there is none."""
         cost, what = self._own[draft.name], "a request"
+        if draft.counts != "requests":
+            return None if (cost or 1) <= limit.capacity // draft.split else _too_dear(draft, cost, limit)
         if cost is None:
             cost, what = self._dearest.get((draft.name, route_class), (1, what))
         if draft.quota is not None:
@@ -76,6 +78,13 @@ class RouteCosts:
             f"{what} costs {cost}, but limit {draft.name!r} allows at most {at_once} at once{where}: "
             "such a request is always denied; lower the cost, or allow more at once"
         )
+
+
+def _too_dear(draft: RuleDraft, cost: int, limit: Limit) -> str:
+    return (
+        f"each of the {draft.counts} costs {cost}, but limit {draft.name!r} allows at most {limit.capacity} at once; "
+        "lower the cost, or allow more at once"
+    )
 
 
 def check_costs(drafts: list[RuleDraft], known: RouteCosts, problems: PolicyProblems) -> None:
@@ -105,7 +114,7 @@ def check_unknown_keys(
         by_class[route.route_class].append(route)
     for draft in drafts:
         kind = next((kind for kind in ("api_key", "client") if kind in draft.by), None)
-        if kind is None or draft.entry.get("shadow"):
+        if kind is None or draft.entry.get("shadow") or draft.counts != "requests":
             continue
         met: list[tuple[Template, str | None]] = [
             *((template, None) for template in draft.templates),
@@ -132,7 +141,7 @@ def check_limits(drafts: list[RuleDraft], warnings: PolicyProblems, *, has_paths
             if kind not in IDENTITIES and near:
                 message = f"{kind!r} is an identity that the app has to supply; did you mean {near[0]!r}?"
                 warnings.add(draft.entry.at("by"), message)
-        if any(each.algorithm == "leaky_bucket" for each in draft.limits.values()):
+        if draft.counts == "requests" and any(each.algorithm == "leaky_bucket" for each in draft.limits.values()):
             warnings.add(
                 draft.entry.path,
                 f"{limit} is a leaky_bucket, which assigns each request a delay, but a gate never waits: let the app "

@@ -137,11 +137,21 @@ class Rule:
 
     lists: tuple[str, ...] = ()
     """The reputation lists to whose addresses it applies; empty for all requests."""
+    counts: Literal["requests", "messages", "bytes"] = "requests"
+    """The unit that it counts: requests, or what their connections carry."""
+    direction: Literal["received", "sent", "both"] = "both"
+    """Of messages and bytes, those from the client, those to it, or both."""
+    on_excess: Literal["wait", "drop", "close"] = "wait"
+    """The fate of a message over the limit."""
 
     @property
     def leaves_region(self) -> bool:
         """True if identities that it counts are known to other regions."""
         return self.region not in LOCAL_MODES
+
+    @property
+    def counts_requests(self) -> bool:
+        return self.counts == "requests"
 
     @property
     def limits(self) -> tuple[Limit, ...]:

@@ -38,6 +38,7 @@ NOT_OF_QUOTAS: Final = {
     "split": "a quota is charged to one account of the ledger; leave split out",
     "region": "a quota is charged to the same account in every region that uses the ledger; leave region out",
     "lease": "a quota is always spent in leases of the ledger; leave lease out",
+    "count": "a quota counts requests; leave count out, and let the app report their cost",
     "shadow": "a quota in shadow mode would charge nothing; leave shadow out, and start with a large allowance",
     "on_failure": "is about the store, which does not count quotas; write on_ledger_failure",
 }
@@ -66,12 +67,18 @@ class RuleDraft:
     quota: QuotaTerms | None = None
     """The terms that tiers and overrides change; None for a limit that is counted in the store."""
 
+    @property
+    def counts(self) -> str:
+        """The unit that it counts: requests, messages or bytes."""
+        return str(self.entry.get("count", "requests"))
+
     def rule(self) -> Rule:
         given = self.entry.fields
         names = ("cost", "count_when", "shadow", "on_failure", "missing", "unit", "lease", "lists")
         options: dict[str, Any] = {"unit": "concurrent-requests"} if self.is_concurrency else {}
         options |= {"cost": given["reserve"], "settled": True} if "reserve" in given else {}
-        options |= {name: given[name] for name in names if name in given}
+        options |= {name: given[name] for name in (*names, "direction", "on_excess") if name in given}
+        options["counts"] = self.counts
         if self.quota is not None:
             options |= {"is_quota": True, "outage_units": given.get("on_ledger_failure", 0), "lease": "never"}
         tiers = {tier: limit for tier, limit in self.limits.items() if tier is not None}
@@ -257,6 +264,14 @@ class RuleTable:
             report("reserve", "cost is the amount that is charged, reserve an estimate of it; keep one")
         if "count_when" in fields and "reserve" in fields:
             report("count_when", "count_when and reserve both say later what counts; keep one")
+        for name in ("reserve", "count_when", "shadow", "unit") if draft.counts != "requests" else ():
+            if fields.get(name) not in (None, False):
+                report(
+                    name, f"{name} is for limits that count requests, and this one counts {draft.counts}; leave it out"
+                )
+        for name in ("direction", "on_excess") if draft.counts == "requests" else ():
+            if name in fields:
+                report(name, f"{name} is for limits with count: messages or bytes; add one of them, or leave it out")
         if draft.split > 1 and draft.region != "regional":
             report("region", f"a limit is {draft.region} or split over several counters; keep one")
             draft.region = "regional"
@@ -307,6 +322,9 @@ class RuleTable:
             return
         if len(algorithms) > 1:
             self._problems.add(draft.entry.path, MIXED)
+        if draft.counts != "requests":
+            message = f"concurrency counts requests at once, not {draft.counts}; write a rate, like 100/second"
+            draft.entry.report("count", message)
         if draft.entry.get("cost") == 0:
             message = "cost 0 would allow any number at once; write at least 1, or leave it out"
             draft.entry.report("cost", message)

@@ -484,6 +484,16 @@ LIMIT: Final = Struct(
             _whole(1, 1_000, example=4), "Over how many counters it is spread; its numbers must be multiples of it."
         ),
         "region": Field(_choice(*REGION_MODES), "How the regions share it; each counts its own requests by default."),
+        "count": Field(
+            _choice("requests", "messages", "bytes"),
+            "What it counts: requests by default, or what their connections carry.",
+        ),
+        "direction": Field(
+            _choice("received", "sent", "both"), "Of messages and bytes, those from the client, those to it, or both."
+        ),
+        "on_excess": Field(
+            _choice("wait", "drop", "close"), "What happens to a message over the limit; it waits, if not given."
+        ),
         "lists": Field(
             ListOf(_LIST_NAME, "[firehol]", or_one=True),
             "Only for addresses in one of these lists; for all, if not given.",

@@ -130,10 +130,16 @@ class Resolution(NamedTuple):
 
     @property
     def shadows(self) -> tuple[AppliedLimit, ...]:
+        return self._apply(self.route.shadows)
+
+    @property
+    def message_limits(self) -> tuple[AppliedLimit, ...]:
+        """The limits that count messages or bytes of the connection."""
+        return self._apply(self.route.message_rules)
+
+    def _apply(self, rules: Iterable[CompiledRule]) -> tuple[AppliedLimit, ...]:
         return tuple(
-            rule.apply(key, self)
-            for rule in self.route.shadows
-            if (key := rule.key(self.who, self.tier, self.now_us)) is not None
+            rule.apply(key, self) for rule in rules if (key := rule.key(self.who, self.tier, self.now_us)) is not None
         )
 
 
@@ -141,8 +147,8 @@ class RoutePlan:
     """The part of a resolution that all requests of a route and method share."""
 
     __slots__ = (
-        "cost", "costs", "endpoint", "has_address_rule", "has_overrides", "is_exempt", "kinds", "leases", "nets",
-        "on_failure", "policy", "quotas", "route_class", "rules", "settles", "shadows",
+        "cost", "costs", "endpoint", "has_address_rule", "has_overrides", "is_exempt", "kinds", "leases",
+        "message_rules", "nets", "on_failure", "policy", "quotas", "route_class", "rules", "settles", "shadows",
     )  # fmt: skip
 
     def __init__(self, snapshot: Snapshot, templates: tuple[Template, ...], method: str) -> None:
@@ -153,18 +159,25 @@ class RoutePlan:
         self.cost = route.cost if route else 1
         self.is_exempt = self.cost == 0
         rules = snapshot.matching_rules(templates, method, self.route_class)
-        enforced = [rule for rule in rules if not rule.shadow]
+        enforced = [rule for rule in rules if not rule.shadow and rule.counts_requests]
         self.has_address_rule = any(map(_counts_all_by_address, enforced))
         compiled = [] if self.is_exempt else [CompiledRule(rule, snapshot, self) for rule in rules]
-        counted = tuple(each for each in compiled if not each.rule.shadow and not each.rule.is_quota)
-        self.quotas = tuple(each for each in compiled if each.rule.is_quota)
+        requests = [each for each in compiled if each.rule.counts_requests]
+        counted = tuple(each for each in requests if not each.rule.shadow and not each.rule.is_quota)
+        self.quotas = tuple(each for each in requests if each.rule.is_quota)
         self.rules = (*counted, *self.quotas)
         """Those that are charged to the ledger follow those that are counted in the store."""
+        self.message_rules = tuple(each for each in compiled if not each.rule.counts_requests)
+        """Those that count messages or bytes of connections."""
         self.shadows = tuple(each for each in compiled if each.rule.shadow)
         self.costs = _join_costs([rule.cost for rule in self.rules])
         """The cost of requests to which all rules apply."""
         self.on_failure: RouteMode = min(
-            [mode for mode in (route and route.on_failure, *(rule.on_failure for rule in enforced)) if mode],
+            [
+                mode
+                for mode in (route and route.on_failure, *(rule.on_failure for rule in rules if not rule.shadow))
+                if mode
+            ],
             key=STRICTNESS.index,
             default=policy.on_failure,
         )
@@ -172,7 +185,8 @@ class RoutePlan:
         """All kinds of identity that matter on the route."""
         self.leases = any(limit.algorithm == "concurrency" for rule in enforced for limit in rule.limits)
         self.has_overrides = any(rule.has_overrides for rule in self.rules)
-        self.settles = any(rule.settled or rule.count_when is not None for rule in enforced)
+        self.settles = any(rule.settled or rule.count_when is not None for rule in enforced) or bool(self.message_rules)
+        """True if the gate has work after the admission of a request."""
         self.nets = tuple(
             UnknownKeyNet(each, snapshot, self)
             for each in self.rules
@@ -253,6 +267,7 @@ class Snapshot:
         self.api_keys = frozenset(self._fingerprints.values()) if settings.known_keys_only else None
         """The hashes of all valid API keys, if the policy accepts only known ones; else None."""
         self.kinds = frozenset(kind for kind, _ in (*self._tiers, *self._blocks)) - {LISTED}
+        self.limits_messages = any(not rule.counts_requests for rule in policy.rules)
         self.tiers = frozenset({*policy.tiers, policy.default_tier} - {None})
 
     def route(self, method: str, path: str, mounted_path: str | None = None) -> RoutePlan:
@@ -460,7 +475,8 @@ class CompiledRule:
         """Separates the counters of views also for requests that lack an identity."""
         self._route_identities = {"endpoint": route.endpoint}
         """The identities that come from the route."""
-        self.cost = route.cost if rule.cost is None else rule.cost
+        general = route.cost if rule.counts_requests else 1
+        self.cost = general if rule.cost is None else rule.cost
         self.kinds = {*rule.by, "ip", *(kind for kind, _ in self._lookups)}
         if "client" in rule.by:
             self.kinds.update(CLIENT_KINDS)
@@ -595,6 +611,7 @@ def guards(guard: Rule, rule: Rule) -> bool:
         and not guard.shadow
         and not guard.lists
         and not guard.is_quota
+        and guard.counts_requests
         and (not _is_concurrency(guard) or _is_concurrency(rule))
     )
 

@@ -251,6 +251,11 @@ class DescriptorDecisions:
         return self._events.dropped
 
     @property
+    def message_counts(self) -> dict[Any, int]:
+        """None: proxies ask about requests, not about messages."""
+        return {}
+
+    @property
     def list_status(self) -> tuple[()]:
         """No lists: descriptors name what is limited, not who asks."""
         return ()

@@ -260,9 +260,8 @@ class GateState:
     def read(self) -> Iterator[tuple[str, Labels, float]]:
         """Names, label values and values of all metrics."""
         gate = self.gate()
-        read = (
-            [] if gate is None else [*self._health(gate), *self._policy(gate), *self._lists(gate), *self._stats(gate)]
-        )
+        parts = (self._health, self._policy, self._lists, self._messages, self._stats)
+        read = [] if gate is None else [sample for part in parts for sample in part(gate)]
         return _keep_counters(read, self._counters)
 
     def _health(self, gate: DecisionSource) -> Iterator[tuple[str, Labels, float]]:
@@ -292,6 +291,10 @@ class GateState:
             self._rejected_since = time.monotonic()
         since = self._rejected_since
         yield "config_refresh_lag_seconds", (), 0.0 if since is None else time.monotonic() - since
+
+    def _messages(self, gate: DecisionSource) -> Iterator[tuple[str, Labels, float]]:
+        for (name, outcome), count in gate.message_counts.items():
+            yield "messages", (name, outcome), count
 
     def _lists(self, gate: DecisionSource) -> Iterator[tuple[str, Labels, float]]:
         for status in gate.list_status:

@@ -120,6 +120,8 @@ _ALL: Final = (
             unit="s", aggregation="max", otel_name="config.refresh.lag_seconds"),
     _family("config_info", "gauge", "Always 1; the label is the version of the policy in force.",
             ("version",), aggregation="max", otel_name="config.info"),
+    _family("messages", "counter", "Messages over a limit on messages or bytes: delayed, dropped, or closed.",
+            ("policy", "outcome")),
     _family("list_networks", "gauge", "Networks of each reputation list; 0 before its first version was read.",
             ("list",), aggregation="max"),
     _family("list_age_seconds", "gauge", "Time since the source of a list last had nothing newer.",
