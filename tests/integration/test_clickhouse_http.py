@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from contextlib import closing
+from typing import TYPE_CHECKING
 from urllib.request import Request as Call
 from urllib.request import urlopen
 
 import pytest
 
+from headgate import cli
+from headgate.replay import sources
 from headgate.telemetry import DecisionLog, DecisionRecord, open_sink
 from headgate.telemetry.decision_log.sinks import open_reader
 from headgate.telemetry.pseudonyms import Pseudonymizer
 from support.clickhouse import PASSWORD, USER
 from support.servers import wait_until
-from support.traffic import SECRET, START_US, Traffic, records_of_all_kinds
+from support.traffic import SECRET, START_US, Request, Traffic, records_of_all_kinds
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -106,6 +114,36 @@ def test_log_gets_all_of_it_there_in_spite_of_faults(clickhouse: str, url: str, 
             assert log.flush(30)
         assert log.stats[:4] == (901, 0, 0, 2)  # of the connection that broke, the client took care itself
     assert len(found(url, {Pseudonymizer(SECRET).key("ip", "203.0.113.9")})) == 901
+
+
+def test_replay_of_the_log_decides_as_the_gate_did(
+    url: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the command, over several pages of records."""
+    limits = (
+        "{name: ip, by: ip, bucket: 5/minute, algorithm: sliding_window}, {name: all, by: global, bucket: 20/minute}"
+    )
+    text = f"limits: [{limits}]"
+    monkeypatch.setattr(sources, "RECORDS_PER_PAGE", 70)
+    rejected: Counter[str] = Counter()
+    with DecisionLog(url, secret=SECRET, sample=1, every=0.01, batch=100) as log:
+        traffic = Traffic(text, log)
+        for number in range(300):
+            peer = f"203.0.113.{number % 7}"
+            [admission] = traffic.send(Request(peer=peer))
+            rejected[Pseudonymizer(SECRET).key("ip", peer)] += not admission.allowed
+            traffic.clock.advance(2)
+        assert log.flush(30)
+    (tmp_path / "policy.yaml").write_text(text)
+    (tmp_path / "secret").write_text(SECRET)
+    arguments = ["--json", "--all-clients", "--secret-file", f"{tmp_path / 'secret'}"]
+    assert cli.main(["replay", f"{tmp_path / 'policy.yaml'}", url, *arguments]) == 0
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    assert (report["requests"], report["rejected"], report["skipped"]) == (300, rejected.total(), 0)
+    assert 0 < rejected.total() < 300
+    assert {each["client"]: each["rejected"] for each in report["by_client"]} == rejected
+    assert PASSWORD not in printed.out + printed.err
 
 
 def test_wrong_password_is_reported_and_not_shown(clickhouse: str, records: list[DecisionRecord]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from headgate.policy.rule_bounds import largest_bound
 from headgate.replay.times import MINUTE_US, SECOND_US, iso
+from headgate.telemetry.decision_log.sinks import without_password
 
 if TYPE_CHECKING:
     from headgate.replay.engine import PolicyReplay
@@ -45,7 +47,7 @@ def make_report(
     groups = _groups(engine)
     data: dict[str, Any] = {
         "policy": policy_file,
-        "logs": [*reader.names],
+        "logs": [without_password(name) if "://" in name else name for name in reader.names],
         "requests": engine.requests,
         "rejected": engine.rejected,
         "blocked": engine.blocked,
@@ -130,6 +132,7 @@ def _limit(engine: PolicyReplay, name: str) -> dict[str, Any]:
         "limit": None if limit is None else f"{limit}",
         "by": "+".join(totals.rule.by) or "global",
         "shadow": totals.rule.shadow,
+        "bound": 0 if totals.rule.shadow else largest_bound(engine.policy, totals.rule, engine.policy.store.nodes),
         "clients_rejected": rejected_clients,
         "longest_wait_s": totals.longest_wait_us / SECOND_US,
         "unsatisfiable": totals.unsatisfiable,
@@ -271,6 +274,13 @@ def _notes(engine: PolicyReplay, reader: LogReader, obedient: ObedientClients | 
     if engine.unknown_addresses:
         notes.append(
             f"{_count(engine.unknown_addresses, 'sender')} without a valid address: all were counted as one client."
+        )
+    bounds = {rule.name: largest_bound(engine.policy, rule, engine.policy.store.nodes) for rule in rules}
+    if largest := max(bounds.values(), default=0):
+        name = max(bounds, key=lambda each: bounds[each])
+        notes.append(
+            "Requests were decided by an exact store. Where nodes decide on their own (prepaid tokens, failure mode "
+            f"local), all of them together admit at most {_count(largest, 'token')} more, on {name!r}."
         )
     if any(rule.split > 1 for rule in rules):
         notes.append("Limits with split: were replayed as one counter; their shards may reject a little earlier.")
