@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Health", "Shard"]
+__all__ = ["Health", "OutageReport", "Shard"]
 
 
 class Shard(NamedTuple):
@@ -18,6 +19,23 @@ class Shard(NamedTuple):
     """Seconds since requests are not sent there; None while it is ready."""
     reason: str | None = None
     """The failure that opened its circuit breaker."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutageReport:
+    """The counter that was furthest over its limit in an outage, as far as this process knows."""
+
+    limit: str
+    """Its name."""
+    admitted: int
+    """Tokens that it admitted, of which `capacity` were the limit's."""
+    capacity: int
+    bound: int | None
+    """The most that all nodes together may have admitted; None with mode `open`, which has no bound."""
+
+    def __str__(self) -> str:
+        bounded = "not bounded" if self.bound is None else f"bound {self.bound:,}"
+        return f"limit {self.limit!r} admitted {self.admitted:,} of {self.capacity:,}; {bounded}"
 
 
 class Health(NamedTuple):
@@ -42,6 +60,8 @@ class Health(NamedTuple):
     owed_keys: int = 0
     """Counters to charge with what was admitted without the store, and refunds to make."""
     owed_tokens: int = 0
+    last_outage: OutageReport | None = None
+    """The overshoot of the last outage that was settled; None if no limit was exceeded."""
 
     @property
     def ready(self) -> bool:
@@ -49,4 +69,5 @@ class Health(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """The health as a dict for JSON."""
-        return {**self._asdict(), "shards": [shard._asdict() for shard in self.shards]}
+        last_outage = None if self.last_outage is None else asdict(self.last_outage)
+        return {**self._asdict(), "shards": [shard._asdict() for shard in self.shards], "last_outage": last_outage}

@@ -529,10 +529,11 @@ def test_top_shows_the_fleet_once_in_a_pipe(call: Callable[..., tuple[int, str, 
 def test_top_shows_quotas_that_proxies_hold(
     call: Callable[..., tuple[int, str, str]], fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet.gate, "quota_holdings", lambda: [("shop.user", 3, 450, 1000, 7)], raising=False)
+    monkeypatch.setattr(fleet.gate, "quota_holdings", lambda: [("shop.user", 3, 450, 1000, 7, 20)], raising=False)
     fleet.reporter.report()
     printed = call("top --utc", role="viewer")[1]
-    expected = [["limit", "counters", "held", "of each", "over the limit"], ["shop.user", "3", "450", "1.0k", "7"]]
+    expected = [["limit", "counters", "held", "of each", "over the limit", "bound"]]
+    expected.append(["shop.user", "3", "450", "1.0k", "7", "20"])
     assert rows(printed.partition("quotas held by proxies\n")[2])[:2] == expected
 
 

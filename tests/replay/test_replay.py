@@ -238,6 +238,19 @@ def test_api_keys_are_counted_by_hash_and_never_shown(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ reports
 
 
+def test_report_has_the_bound_of_each_limit_in_production(tmp_path: Path) -> None:
+    file = tmp_path / "access.log"
+    file.write_text(common(1))
+    policy = (
+        "on_failure: local\nlimits: [{name: a, by: ip, bucket: 1000/second}, {name: b, by: ip, bucket: 9/minute, %s}]"
+    )
+    found = replay(policy % "algorithm: fixed_window", file)
+    assert {name: each["bound"] for name, each in found["by_limit"].items()} == {"a": 500, "b": 1}
+    assert any("at most 500 tokens more, on 'a'" in note for note in found["notes"])
+    found = replay(policy % "shadow: true", file)
+    assert found["by_limit"]["b"]["bound"] == 0, "it rejects nothing"
+
+
 def test_report_says_when_and_for_how_long(tmp_path: Path) -> None:
     log = tmp_path / "access.log"
     log.write_text("".join(common(at) for at in (0, 1, 2, 50, 600, 3700, 3701)))

@@ -157,6 +157,7 @@ def test_overshoot_of_an_outage_is_reported_with_its_bound(mode: str, bound: str
     over = settled.details["forgiven"]
     assert over == (12 if mode == "open" else 8)
     assert settled.text.endswith(f"; limit 'api' admitted {100 + over} of 100; {bound}")
+    assert f"{node.engine.health().last_outage}" == f"limit 'api' admitted {100 + over} of 100; {bound}"
 
 
 def test_without_a_failure_mode_that_counts_nothing_is_bounded() -> None:

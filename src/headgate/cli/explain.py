@@ -16,7 +16,6 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate._limit_syntax import suggest
-from headgate.bounds import Bound, policy_bounds
 from headgate.cli.check import check_file, print_problems
 from headgate.cli.options import JSON, POLICY_FILE, SECRET_FILE, option, read_secret
 from headgate.cli.terminal import GREEN, RED, YELLOW, Terminal, table, titled_table
@@ -28,12 +27,14 @@ from headgate.policy.lists.list_watcher import stored_lists
 from headgate.policy.model import ADDRESSES, EPOCH, LIST, Block, Identity, Override, Policy, Rule
 from headgate.policy.region_settings import RegionTerms, region_terms
 from headgate.policy.routes import Matcher, decode_path, normalize_method
+from headgate.policy.rule_bounds import rule_bounds
 from headgate.policy.snapshot import LISTED, UNMATCHED, AppliedLimit, Resolution, RoutePlan, Snapshot
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator, Mapping
 
+    from headgate.bounds import Bound
     from headgate.limits import Limit
 
 __all__ = ["OPTIONS", "HypotheticalRequest", "explain", "run"]
@@ -294,10 +295,8 @@ def _blocked(block: Block, request: HypotheticalRequest) -> str:
 
 
 def _bounds(rule: Rule, limit: Limit, plan: RoutePlan, policy: Policy) -> tuple[Bound, ...]:
-    lease_us = 0 if rule.lease == "never" else policy.store.lease // timedelta(microseconds=1)
     fails_local = plan.on_failure == "local"
-    share, nodes = policy.store.share, policy.store.nodes
-    return policy_bounds(limit, lease_us=lease_us, fails_local=fails_local, share=share, nodes=nodes)
+    return rule_bounds(policy, rule, limit, fails_local=fails_local, nodes=policy.store.nodes)
 
 
 def _mounts(policy: Policy, plan: RoutePlan, path: str) -> Iterator[str]:

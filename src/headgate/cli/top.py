@@ -162,7 +162,7 @@ def frame(found: dict[str, Any], context: CommandContext, *, width: int) -> Iter
         yield from _list("denied most", ["client", "denied", "allowed", ""], map(_denied, found["top_denied"]), out)
         yield from _list("near their limit", ["client", "limit", "used", "left"], map(_near, found["near"]), out)
         yield from _list("hot keys", ["client", "limit", "a second"], hot, out)
-        titles = ["limit", "counters", "held", "of each", "over the limit"]
+        titles = ["limit", "counters", "held", "of each", "over the limit", "bound"]
         yield from _list("quotas held by proxies", titles, map(_quota, found.get("quotas") or ()), out)
     yield from _list("anomalies", ["when", "client", "what"], anomalies, out)
 
@@ -213,7 +213,7 @@ def _near(each: dict[str, Any]) -> list[str]:
 
 
 def _quota(each: dict[str, Any]) -> list[str]:
-    return [each["limit"], *[count(each[name]) for name in ("counters", "held", "capacity", "excess")]]
+    return [each["limit"], *[count(each[name]) for name in ("counters", "held", "capacity", "excess", "bound")]]
 
 
 def _who(each: dict[str, Any]) -> str:

@@ -10,13 +10,14 @@ import logging
 import threading
 import weakref
 from contextlib import closing, suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
 from headgate import bounds
 from headgate._fork import reinit_after_fork
 from headgate.errors import StoreError, StoreTimeout
-from headgate.health import Health, Shard
+from headgate.health import Health, OutageReport, Shard
 from headgate.local.ledger import settle
 from headgate.runtime import SYSTEM, Runtime
 
@@ -359,20 +360,18 @@ class MaintenanceThread:
             )
             details: dict[str, Any] = {"keys": keys, "charged": charged, "forgiven": forgiven, "uncertain": uncertain}
             overshoot = self._local.ledger.take_overshoot()
-            if overshoot is not None:
-                report = self._describe_overshoot(overshoot)
-                admitted, capacity, bound = report["admitted"], report["capacity"], report["bound"]
-                bounded = "not bounded" if bound is None else f"bound {bound:,}"
-                message += f"; limit {report['limit']!r} admitted {admitted:,} of {capacity:,}; {bounded}"
-                details |= report
+            report = self._local.last_outage = None if overshoot is None else self._describe_overshoot(overshoot)
+            if report is not None:
+                message += f"; {report}"
+                details |= asdict(report)
             self._local.event_emitter.emit("settled", message, **details)
 
-    def _describe_overshoot(self, found: OutageOvershoot) -> dict[str, Any]:
+    def _describe_overshoot(self, found: OutageOvershoot) -> OutageReport:
         """The use of the counter that was furthest over its limit, and the most that all nodes may have admitted."""
         limit, capacity = found.limit, found.limit.capacity
         over = bounds.local_failure(limit, self._local.fleet.share, found.nodes, found.outage_us)
         bound = capacity + over if found.is_bounded else None
-        return {"limit": limit.name, "admitted": capacity + found.over, "capacity": capacity, "bound": bound}
+        return OutageReport(limit.name, capacity + found.over, capacity, bound)
 
     def _subscribe(self) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headgate._fork import reinit_after_fork
 from headgate.errors import ScriptError, StoreError, StoreUnavailable
-from headgate.health import Health, Shard
+from headgate.health import Health, OutageReport, Shard
 from headgate.local.block_list import BlockList
 from headgate.local.denial_cache import MIN_DENIALS, DenialCache
 from headgate.local.hot_keys import SAMPLED_EVERY
@@ -43,8 +43,8 @@ class LocalTier:
 
     __slots__ = (
         *("__weakref__", "_breaker_error", "_can_cache", "_can_prepay", "_clock", "admitted_ids", "block_list"),
-        *("breaker", "checks", "denial_cache", "ensure", "event_emitter", "fleet", "is_active", "ledger", "listeners"),
-        *("now_ns", "outage", "pick", "prepaid", "script_errors", "unspent"),
+        *("breaker", "checks", "denial_cache", "ensure", "event_emitter", "fleet", "is_active", "last_outage"),
+        *("ledger", "listeners", "now_ns", "outage", "pick", "prepaid", "script_errors", "unspent"),
     )
 
     def __init__(
@@ -62,6 +62,8 @@ class LocalTier:
         self.block_list = BlockList()
         self.ledger = OutageLedger(clock or runtime, nodes=lambda: fleet.nodes)
         self.outage = OutageTracker(event_emitter, runtime.monotonic)
+        self.last_outage: OutageReport | None = None
+        """The overshoot of the last outage that was settled."""
         self.admitted_ids = AdmittedIds(lambda: self.now_ns() // 1000)
         self.script_errors = 0
         """Answers that were script errors: a bug or a foreign value, not an outage."""
@@ -232,7 +234,7 @@ class LocalTier:
         outage, nodes, debt = self.outage, self.fleet.nodes, self.ledger.debt
         state: Final = "degraded" if down or outage.failures else "ready"
         reason = down[0].reason if down else outage.reason
-        return Health(state, reason, outage.duration, outage.failures, shards, nodes, *debt)
+        return Health(state, reason, outage.duration, outage.failures, shards, nodes, *debt, self.last_outage)
 
     @property
     def stats(self) -> dict[str, int]:

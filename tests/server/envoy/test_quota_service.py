@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headgate import AsyncLimiter
+from headgate import AsyncLimiter, Limit
+from headgate.bounds import quota_grants
 from headgate.server.envoy import AsyncRateLimitService
 from headgate.server.envoy.quota_service import IDLE_REPORTS, QuotaService
 from headgate.telemetry.fleet.aggregator import FleetAggregator
@@ -143,7 +144,7 @@ def test_holdings_are_the_tokens_that_proxies_may_still_use() -> None:
         await proxies[1].report(0, 10)
         await proxies[2].report(0, 10, bucket={"user": "bob", "group": "api"})
         held = sum([proxy.tokens for proxy in proxies])
-        assert service.holdings() == [("shop.group_api.user", 2, held, 1000, 0)]
+        assert service.holdings() == [("shop.group_api.user", 2, held, 1000, 0, 0)]
         await proxies[0].report(2000)  # passed before the first assignment
         excess = 2000 + proxies[1].tokens - 1000
         assert [each.excess for each in service.holdings()] == [excess]
@@ -151,6 +152,16 @@ def test_holdings_are_the_tokens_that_proxies_may_still_use() -> None:
         assert service.holdings() == []  # all grants have ended
 
     run(test)
+
+
+def test_holdings_of_a_bucket_have_the_bound_of_the_grants_that_are_valid() -> None:
+    async def test(service: QuotaService, clock: FakeClock) -> None:
+        proxy = ProxyClient(service)
+        await proxy.report(0, 10, seconds=2)
+        [held] = service.holdings()
+        assert held.bound == quota_grants(Limit.parse("1000/minute"), 6_000_000) == 100
+
+    run(test, TEXT.replace("1000}", "1000, algorithm: token_bucket}"))
 
 
 def test_holdings_reach_the_status_of_the_fleet() -> None:

@@ -18,6 +18,7 @@ from headgate import InvalidConfiguration, StoreError
 from headgate.adapters.asgi import AsgiRequest
 from headgate.clock import in_ns
 from headgate.gate.gate import Gate
+from headgate.health import OutageReport
 from headgate.local import prepaid
 from headgate.policy import read
 from headgate.telemetry import DecisionLog
@@ -107,6 +108,16 @@ class _Skewed:
 
 
 # ------------------------------------------------------------------ what is told
+
+
+def test_overshoot_of_the_last_outage_is_reported() -> None:
+    site = Site()
+    site.pass_seconds(2)
+    assert site.beats.gather().nodes[0].last_outage is None
+    site.gate._limiter.engine.local.last_outage = OutageReport("requests", 1012, 1000, 1040)
+    site.pass_seconds(2)
+    [node] = site.beats.gather().nodes
+    assert f"{node.last_outage}" == "limit 'requests' admitted 1,012 of 1,000; bound 1,040"
 
 
 def test_decisions_are_charted_two_seconds_later() -> None:

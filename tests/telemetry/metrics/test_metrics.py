@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headgate import InvalidConfiguration
 from headgate.adapters.asgi import AsgiRequest
 from headgate.gate.gate import AsyncGate, Gate
+from headgate.health import OutageReport
 from headgate.policy import read
 from headgate.telemetry import otel, prometheus
 from headgate.telemetry.metrics import counters, families, limit_stats
@@ -77,6 +78,19 @@ def watched(policy: str, store: str = "memory://", **options: Any) -> tuple[Gate
 
 
 # ---------------------------------------------------------------- decisions
+
+
+def test_bounds_are_exported_with_the_overshoot_of_the_last_outage() -> None:
+    limits = "{name: a, by: ip, bucket: 1000/second}, {name: b, by: ip, bucket: 9/minute, algorithm: fixed_window}"
+    gate, counted = watched(f"on_failure: local\nlimits: [{limits}]")
+    told = numbers(counted)
+    assert (told["overshoot_bound", "a"], told["overshoot_bound", "b"]) == (500, 1)  # the refill of a lease, a share
+    assert ("outage_overshoot", "a") not in told
+    gate._limiter.engine.local.last_outage = OutageReport("a", 1012, 1000, 1040)
+    told = numbers(counted)
+    assert (told["outage_overshoot", "a"], told["outage_bound", "a"]) == (12, 40)
+    gate._limiter.engine.local.last_outage = OutageReport("a", 1012, 1000, None)
+    assert ("outage_bound", "a") not in numbers(counted), "mode open is not bounded"
 
 
 def test_request_is_counted_once_and_once_per_limit() -> None:

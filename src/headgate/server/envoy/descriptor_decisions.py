@@ -58,6 +58,7 @@ class HeldQuota(NamedTuple):
     held: int
     capacity: int
     excess: int
+    bound: int
 
 
 class _DescribedMatch(NamedTuple):

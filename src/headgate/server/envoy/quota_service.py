@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from envoy.service.rate_limit_quota.v3 import rlqs_pb2  # type: ignore[import-untyped]
 from envoy.type.v3 import ratelimit_strategy_pb2  # type: ignore[import-untyped]
 
+from headgate.bounds import quota_grants
 from headgate.clock import SystemClock
 from headgate.errors import StoreError
 from headgate.server.envoy.config import UNIT_SECONDS
@@ -68,6 +69,8 @@ class _Holding:
     decision: Decision | None = None
     """The check that charged them, so that they return to the window that was charged."""
     valid_until_us: int = 0
+    valid_us: int = 0
+    """The validity of the last grant."""
     idle_reports: int = 0
 
 
@@ -116,15 +119,24 @@ class QuotaService:
         held: Counter[str] = Counter()
         counters: dict[str, set[str]] = {}
         limits = {}
+        valid_us: Counter[str] = Counter()
         for proxy in self._proxies:
             for holding in proxy.holdings.values():
                 if holding.granted and now_us < holding.valid_until_us:
                     limit = holding.key.limit
                     limits[limit.name] = limit
+                    valid_us[limit.name] = max(valid_us[limit.name], holding.valid_us)
                     held[limit.name] += holding.granted
                     counters.setdefault(limit.name, set()).add(holding.key.identity)
         return [
-            HeldQuota(name, len(counters[name]), tokens, limits[name].capacity, self._excess[name])
+            HeldQuota(
+                name,
+                len(counters[name]),
+                tokens,
+                limits[name].capacity,
+                self._excess[name],
+                quota_grants(limits[name], valid_us[name]),
+            )
             for name, tokens in held.most_common()
         ]
 
@@ -199,7 +211,8 @@ class QuotaService:
                 granted = granted if holding.decision.allowed else 0  # another server was faster
             else:
                 granted = 0
-            holding.granted, holding.valid_until_us = granted, now_us + round(ttl_s * 1_000_000)
+            holding.granted, holding.valid_us = granted, round(ttl_s * 1_000_000)
+            holding.valid_until_us = now_us + holding.valid_us
             return granted, ttl_s
 
     async def _settle(self, holding: _Holding, allowed: int) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from headgate.clock import SystemClock
 from headgate.errors import StoreError
+from headgate.health import OutageReport
 from headgate.telemetry.fleet.model import (
     CanaryNode,
     CanarySecond,
@@ -322,11 +323,19 @@ class _NodeHistory:
             policy_error=document.text("error"),
             canary=None if document.canary is None else document.canary[1],
             config_age_s=fields.get("age"),
+            last_outage=_outage(fields.get("outage")),
             **_sum(minute),
             waiting=waiting,
             lost=lost,
             log_error=log_error,
         )
+
+
+def _outage(found: Any) -> OutageReport | None:
+    match found:
+        case [str(limit), int(admitted), int(capacity), int() | None as bound]:
+            return OutageReport(limit[:120], admitted, capacity, bound)
+    return None
 
 
 def _name(document: _NodeDocument) -> str:
@@ -369,9 +378,11 @@ def _quotas(documents: Iterable[_NodeDocument]) -> tuple[QuotaHolding, ...]:
     """The tokens that proxies hold of each limit, summed over the servers that have granted them."""
     found: dict[str, QuotaHolding] = {}
     for document in documents:
-        for limit, counters, held, capacity, excess in document.list_of("quotas", str, int, int, int, int):
+        for row in document.list_of("quotas", str, int, int, int, int, int):
+            limit, counters, held, capacity, excess, bound = row
             other = found.get(limit)
             if other is not None:  # the same counters may be at several servers
                 counters, held, excess = max(counters, other.counters), held + other.held, excess + other.excess
-            found[limit] = QuotaHolding(limit, counters, held, capacity, excess)
+                bound = max(bound, other.bound)
+            found[limit] = QuotaHolding(limit, counters, held, capacity, excess, bound)
     return tuple(sorted(found.values(), key=lambda each: (-each.held, each.limit))[:TOP])

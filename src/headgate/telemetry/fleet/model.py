@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from headgate.health import OutageReport  # noqa: TC001 - the API reads the types of fields
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -54,6 +56,8 @@ class NodeStatus:
     log_error: str | None
     canary: Literal["candidate", "stable"] | None = None
     """The policy document that the node applies while a canary is running; None otherwise."""
+    last_outage: OutageReport | None = None
+    """The counter furthest over its limit in the last outage of the store; None if no limit was exceeded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,8 @@ class QuotaHolding:
     excess: int
     """Requests beyond the limit that proxies have reported since the server started: those that passed before the
     first assignment."""
+    bound: int = 0
+    """The most that one counter admits beyond its limit while these assignments are valid, without `excess`."""
 
 
 class CanarySecond(NamedTuple):

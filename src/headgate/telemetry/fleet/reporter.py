@@ -16,6 +16,7 @@ import weakref
 import zlib
 from collections import deque
 from contextlib import suppress
+from dataclasses import astuple
 from random import uniform
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -258,6 +259,7 @@ class StatusReporter:
                 "state": health.state,
                 "reason": health.reason,
                 "degraded_for": health.degraded_for,
+                "outage": None if health.last_outage is None else [*astuple(health.last_outage)],
                 "shards": [[shard.name, shard.ready] for shard in health.shards],
                 "policy": gate.policy_version,
                 "error": gate.policy_error and gate.policy_error[:500],

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 from weakref import ref
 
 from headgate._fork import reinit_after_fork
+from headgate.policy.rule_bounds import largest_bound
 from headgate.telemetry.metrics.families import FAMILIES, LATENCY_US, OTHER, Histogram, LabeledTotals, Sample
 from headgate.telemetry.metrics.limit_stats import WINDOW_US, LimitStats
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from headgate.events import Event
     from headgate.gate.event_stream import DecisionEvent, DecisionSource
+    from headgate.policy.model import Policy
     from headgate.telemetry.metrics.families import Labels
 
 __all__ = ["MAX_LIMITS", "MODES", "MeterCounts", "MeterSource", "Metrics"]
@@ -245,6 +247,7 @@ class GateState:
         self.gate = ref(gate)
         self.lag = lag
         self._rejected_since: float | None = None
+        self._bounds: tuple[Policy, int, list[tuple[str, int]]] | None = None
         self._events = LabeledTotals(*[(kind,) for kind in EVENT_KINDS])
         self.reset()
         gate.add_store_listener(self._on_store_event)
@@ -274,11 +277,24 @@ class GateState:
         yield "redis_errors", (), self._outage_requests + health.decided_without
         yield "nodes", (), health.nodes
         yield "owed_tokens", (), health.owed_tokens
+        if (outage := health.last_outage) is not None:
+            yield "outage_overshoot", (outage.limit,), outage.admitted - outage.capacity
+            if outage.bound is not None:
+                yield "outage_bound", (outage.limit,), outage.bound - outage.capacity
+        for name, over in self._bounds_of(gate.policy, health.nodes):
+            yield "overshoot_bound", (name,), over
         for state, is_ready in (("ready", True), ("down", False)):
             yield "shards", (state,), sum([shard.ready is is_ready for shard in health.shards])
         for labels, value in self._events.items():
             yield "store_events", labels, value
         yield "events_dropped", (), gate.dropped_events
+
+    def _bounds_of(self, policy: Policy, nodes: int) -> list[tuple[str, int]]:
+        """The bounds of the limits that are enforced, computed once for each policy and number of nodes."""
+        if self._bounds is None or self._bounds[0] is not policy or self._bounds[1] != nodes:
+            rules = [rule for rule in policy.rules[:MAX_LIMITS] if not rule.shadow]
+            self._bounds = policy, nodes, [(rule.name, largest_bound(policy, rule, nodes)) for rule in rules]
+        return self._bounds[2]
 
     def _policy(self, gate: DecisionSource) -> Iterator[tuple[str, Labels, float]]:
         yield "config_info", (gate.policy_version or NONE,), 1
