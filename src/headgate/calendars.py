@@ -70,8 +70,8 @@ class Calendar:
     _zone: datetime.tzinfo = field(init=False, repr=False, compare=False)
     _date: tuple[int, int] = field(init=False, repr=False, compare=False)
     """Month and day at which a year starts."""
-    _current: tuple[int, int] = field(init=False, repr=False, compare=False)
-    """The window that was found last."""
+    current: tuple[int, int] = field(init=False, repr=False, compare=False)
+    """The window that was found last, for callers that cannot afford to call `window`."""
     _text: tuple[int, int, EdgeText] | None = field(init=False, repr=False, compare=False)
     """The window for which the edges were encoded last, and their text."""
 
@@ -91,7 +91,7 @@ class Calendar:
             "series": self.unit if starts is None else f"{self.unit}.{starts}",
             "_zone": _find_zone(self.timezone),
             "_date": (int(starts[:2]), int(starts[3:])) if isinstance(starts, str) else (1, 1),
-            "_current": (0, 0),
+            "current": (0, 0),
             "_text": None,
         }
         set_field = partial(object.__setattr__, self)  # the dataclass is frozen
@@ -106,12 +106,12 @@ class Calendar:
         >>> datetime.fromtimestamp(start_us / 1e6, UTC).date(), datetime.fromtimestamp(end_us / 1e6, UTC).date()
         (datetime.date(2025, 11, 1), datetime.date(2025, 12, 1))
         """
-        current = self._current
+        current = self.current
         if current[0] <= now_us < current[1]:
             return current
         index = self._index(now_us)
         current = self._edge_us(index), self._edge_us(index + 1)
-        object.__setattr__(self, "_current", current)
+        object.__setattr__(self, "current", current)
         return current
 
     def edges(self, now_us: int) -> EdgeText:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 REQUESTS = int(os.environ.get("HEADGATE_CHARGES", "80"))
 WORKERS = 4
+KILLS = 4 + REQUESTS // 2000
+PAUSES = max(1, REQUESTS // 1000)
+"""Factor of the time between two kills."""
 TIMEOUT_S = 600 + REQUESTS
 
 
@@ -35,8 +38,8 @@ def run_with_kills(url: str, break_database: Callable[[], None], *journal: str, 
     workers = [start(seed) for seed in range(WORKERS)]
     chance, kills = random.Random(5), 0
     while any(worker.poll() is None for worker in workers):
-        time.sleep(chance.uniform(0.1, 0.6))
-        if kills < 4:
+        time.sleep(chance.uniform(0.1, 0.6) * (PAUSES if kills < KILLS else 1))
+        if kills < KILLS:
             kills += 1
             at = chance.randrange(WORKERS)
             workers[at].kill()
@@ -93,7 +96,7 @@ def test_four_processes_charge_each_request_to_leases_once_although_all_of_them_
     requests = REQUESTS * 50
     with PostgresServer() as server:
         ledger = Ledger(server.url)
-        ledger.grant("acme", 10**6)
+        ledger.grant("acme", requests * 10)
 
         def crash() -> None:
             server.kill()

@@ -32,7 +32,12 @@ def peak(limit: LimitNumbers) -> int:
 
 
 def decide(state: State, now_us: int, cost: int, limit: LimitNumbers, id: str = "") -> tuple[State, Verdict]:
-    count, until_us = _count(state, now_us, limit.calendar)
+    calendar = limit.calendar
+    start_us, until_us = calendar.current
+    if state is not None and state[1] == until_us and start_us <= now_us < until_us and state[3] == calendar.series:
+        count = state  # as almost always; otherwise what follows finds the same
+    else:
+        count, until_us = _count(state, now_us, calendar)
     since_us, end_us, used, series = count
     to_next_us = until_us - now_us
     retry_us = 0
