@@ -13,7 +13,7 @@ LOCK   := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gene
 BUILT  := pyproject.toml setup.py $(wildcard src/headgate/*.c src/headgate/algorithms/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench bench-scaling bench-serve bench-regions bench-clients docs chaos mutate malformed charges dist audit lock format clean servers
+.PHONY: help run test check bench bench-scaling bench-serve bench-regions bench-quotas bench-clients docs chaos mutate malformed charges dist audit lock format clean servers
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -44,6 +44,9 @@ bench-serve: $(VENV)/.bench ## measure headgate serve, and write docs/sizing.md 
 bench-regions: $(VENV)/.test ## measure limits over several regions: CPU time and calls (BENCH_ARGS=--quick: half a minute)
 	@scripts/install-packages servers
 	$(BIN)/python -m bench.regions $(BENCH_ARGS)
+
+bench-quotas: $(VENV)/.test ## measure charges to the ledger, its verification and statements (BENCH_ARGS=--quick: a minute)
+	$(BIN)/python -m bench.quotas $(BENCH_ARGS)
 
 bench-clients: $(VENV)/.test ## compare polite clients with usual retries: the tables of docs/clients.md
 	$(BIN)/python -m bench.clients $(BENCH_ARGS)

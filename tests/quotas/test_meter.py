@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sqlite3
@@ -18,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from headgate import Calendar, InvalidConfiguration, InvalidCost, InvalidInput
 from headgate.quotas import Ledger, LedgerUnavailable, MeterReservation, QuotaMeter, QuotaPlan, UsageRecord
 from headgate.quotas.entries import derived_id
+from headgate.quotas.journal import UsageJournal, abandoned_journals
 from headgate.telemetry.otel import instrument_meter
 from headgate.telemetry.prometheus import register_meter
 from support.processes import run_in_child
@@ -500,6 +502,90 @@ def test_change_of_any_usage_record_is_detected(tmp_path: Path) -> None:
             connection.executemany(f"INSERT INTO headgate_ledger_usage VALUES ({', '.join('?' * len(names))})", rows)
     assert ledger.verify() == []
     ledger.close()
+
+
+# ------------------------------------------------------------------ journals
+
+
+def journals(directory: Path) -> list[tuple[list[str], list[str], list[str]]]:
+    """The leases, usage and outages of all journals whose owners have ended."""
+    found = []
+    for journal in abandoned_journals(directory):
+        outages = [record.id for records in journal.outages.values() for record in records]
+        found.append((journal.leases, [record.id for record in journal.usage], outages))
+        journal.release()
+    return found
+
+
+def record_of(number: int, lease: str = "lease") -> UsageRecord:
+    return UsageRecord(f'"{number}"\\é', "acme", lease, number, 10**15 + number, "GET /\u2028?\ud800"[: number % 9])
+
+
+def test_compacted_journal_has_what_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headgate.quotas.journal.MAX_SIZE", 2000)
+    monkeypatch.setattr("headgate.quotas.journal.MAX_LINE_SIZE", 100)
+    journal = UsageJournal(tmp_path)
+    journal.add_lease("closed")
+    for number in range(40):
+        assert not journal.needs_compaction(0) or number > 15
+        journal.add_usage(record_of(number), is_outage=number % 10 == 0)
+    assert not journal.needs_compaction(1000), "the new file would be as large"
+    assert journal.needs_compaction(3)
+    journal.compact(["open"], [record_of(37), record_of(38)], [record_of(30, "outage-1")])
+    journal.add_usage(record_of(41), is_outage=False)
+    journal.abandon()
+    assert journals(tmp_path) == [(["open"], [record_of(number).id for number in (37, 38, 41)], [record_of(30).id])]
+
+
+def test_journal_is_kept_if_there_is_no_room_for_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = UsageJournal(tmp_path)
+    journal.add_lease("lease")
+    journal.add_usage(record_of(1), is_outage=False)
+    write = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda file, data: write(file, data[:10]))
+        journal.compact(["lease"], [record_of(1)], [])
+    with monkeypatch.context() as full:
+        full.setattr(os, "open", raise_no_space)
+        journal.compact(["lease"], [record_of(1)], [])
+    journal.add_usage(record_of(2), is_outage=False)
+    journal.abandon()
+    assert journals(tmp_path) == [(["lease"], [record_of(1).id, record_of(2).id], [])]
+
+
+def raise_no_space(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, "no space left")
+
+
+def test_journal_stays_small_although_there_is_always_something_unwritten(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headgate.quotas.journal.MAX_SIZE", 2000)
+    monkeypatch.setattr("headgate.quotas.journal.MAX_LINE_SIZE", 100)
+    ledger.grant("acme", 10_000)
+    exchange = ledger.exchange
+    sizes = []
+    with QuotaMeter(ledger, journal=tmp_path / "journal", wait_s=20, write_interval_s=3600) as meter:
+        assert meter.charge("acme", 1, id="first")
+
+        def charge_meanwhile(**options: Any) -> Any:
+            """A request is charged while the ledger is asked by `flush`."""
+            is_flush = threading.current_thread() is threading.main_thread()
+            reservation = meter.reserve("acme", 1, wait=False) if is_flush else None
+            if reservation is not None:
+                reservation.commit(1)
+            return exchange(**options)
+
+        monkeypatch.setattr(ledger, "exchange", charge_meanwhile)
+        for round in range(30):
+            for number in range(5):
+                assert meter.charge("acme", 1, id=f"{round}-{number}")
+            assert meter.flush()
+            sizes.append(sum(file.stat().st_size for file in (tmp_path / "journal").iterdir()))
+        assert max(sizes) < 5000
+        monkeypatch.undo()
+        charges = meter.stats().charges
+    assert ledger.summary("acme").charged == charges >= 151
 
 
 # ------------------------------------------------------------------ metrics

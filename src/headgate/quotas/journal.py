@@ -18,17 +18,18 @@ from headgate.errors import InvalidConfiguration
 from headgate.quotas.entries import UsageRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from typing import Any
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["AbandonedJournal", "UsageJournal", "abandoned_journals"]
 
 SUFFIX: Final = ".usage"
 MODE: Final = 0o600
 MAX_SIZE: Final = 4_000_000
-"""Bytes after which a new file replaces the old one, once everything in it is in the ledger."""
+"""Bytes after which a new file replaces the old one."""
+MAX_LINE_SIZE: Final = 1500
+"""An upper estimate of a usage record."""
 
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+_quote = json.encoder.encode_basestring_ascii
 
 
 class UsageJournal:
@@ -45,21 +46,37 @@ class UsageJournal:
 
     def add_lease(self, lease: str) -> None:
         """Record a lease before the ledger is asked for it."""
-        self._write([lease])
+        self._append(_lease_line(lease).encode())
 
     def add_usage(self, record: UsageRecord, *, is_outage: bool) -> None:
-        self._write([*record, is_outage])
+        self._append(_usage_line(record, is_outage=is_outage).encode())
 
-    def compact(self, leases: Sequence[str]) -> None:
-        """Begin a new file if the old one is large. Everything in it must be in the ledger, except open leases."""
-        if self._size < MAX_SIZE:
+    def needs_compaction(self, unwritten: int) -> bool:
+        """True if a new file, with this number of usage records, would be much smaller."""
+        return self._size >= MAX_SIZE and unwritten * MAX_LINE_SIZE < self._size
+
+    def compact(self, leases: Sequence[str], usage: Iterable[UsageRecord], outages: Iterable[UsageRecord]) -> None:
+        """Begin a new file with what is not in the ledger: open leases, and usage.
+
+        If the process is killed before the old file is removed, both are settled: the same record is charged once.
+        """
+        lines = [_lease_line(lease) for lease in leases]
+        lines += [_usage_line(record, is_outage=False) for record in usage]
+        lines += [_usage_line(record, is_outage=True) for record in outages]
+        content = "".join(lines).encode()
+        try:
+            new = self._create()
+        except OSError:  # there may be room later
             return
-        old = self._path, self._file
-        self._path, self._file = self._create()
-        self._size = 0
-        for lease in leases:
-            self.add_lease(lease)
-        _remove(*old)
+        is_complete = False
+        with suppress(OSError):
+            is_complete = os.write(new[1], content) == len(content)
+        if not is_complete:
+            _remove(*new)
+            return
+        _remove(self._path, self._file)
+        self._path, self._file = new
+        self._size = len(content)
 
     def close(self) -> None:
         """Delete the file: everything in it is in the ledger, and all leases are closed."""
@@ -75,10 +92,20 @@ class UsageJournal:
         lock_file(file)
         return path, file
 
-    def _write(self, fields: Sequence[Any]) -> None:
-        line = (_encode(fields) + "\n").encode()
+    def _append(self, line: bytes) -> None:
         os.write(self._file, line)
         self._size += len(line)
+
+
+def _lease_line(lease: str) -> str:
+    return f"[{_quote(lease)}]\n"
+
+
+def _usage_line(record: UsageRecord, *, is_outage: bool) -> str:
+    """As the encoder of JSON would write it, but in half the time: this is the largest part of a charge."""
+    id, account, lease, amount, at_us, reference = record
+    texts = f"{_quote(id)},{_quote(account)},{_quote(lease)},{amount},{at_us},{_quote(reference)}"
+    return f"[{texts},{'true' if is_outage else 'false'}]\n"
 
 
 class AbandonedJournal:

@@ -308,20 +308,16 @@ class QuotaMeter:
         With a `plan`, the account has what the plan grants in the current period. The first request of an account
         waits for its lease, up to a second; with `wait=False`, it is refused.
         """
-        end = time.monotonic() + self._wait_s if wait else 0.0
-        while True:
+        made = self.try_reserve(account, amount, id=id, reference=reference, plan=plan)
+        end = time.monotonic() + self._wait_s if wait and made == "pending" else 0.0
+        while made == "pending" and time.monotonic() < end:
             answered = threading.Event()
-            waiter = answered.set if wait else None
-            made = self.try_reserve(account, amount, id=id, reference=reference, plan=plan, waiter=waiter)
-            if isinstance(made, MeterReservation):
-                return made
-            left = end - time.monotonic()
-            if made != "pending":
-                return None
-            if left <= 0:
-                self.count_rejection(plan, made)
-                return None
-            answered.wait(left)
+            made = self.try_reserve(account, amount, id=id, reference=reference, plan=plan, waiter=answered.set)
+            if made == "pending":
+                answered.wait(end - time.monotonic())
+        if made == "pending":
+            self.count_rejection(plan, made)
+        return made if isinstance(made, MeterReservation) else None
 
     def try_reserve(
         self,
@@ -558,14 +554,20 @@ class QuotaMeter:
                 if (state := self._accounts.get(lease.account)) is not None:
                     state.balance += lease.left
             self._add_leases(leases, now)
-            if self._journal is not None and not (self._usage or self._outages or self._has_damage):
-                open_leases = [lease.id for account in self._accounts.values() for lease in account.leases]
-                self._journal.compact([*open_leases, *[lease.id for lease in self._closing]])
+            self._compact_journal()
         if not was_available and self._on_change is not None:
             self._on_change(None)
         with self._lock:
             self._notify()
         return True
+
+    def _compact_journal(self) -> None:
+        """Drop from the journal what is in the ledger. The journal of a damaged account is kept."""
+        if self._journal is None or self._has_damage or not self._journal.needs_compaction(len(self._usage)):
+            return
+        leases = [*[lease for account in self._accounts.values() for lease in account.leases], *self._closing]
+        outages = [record for records in self._outages.values() for record in records]
+        self._journal.compact([lease.id for lease in leases], [record for _, record in self._usage], outages)
 
     def _notify(self) -> None:
         """Let the requests that wait for an answer try again."""

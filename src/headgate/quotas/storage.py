@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
 
@@ -111,8 +112,12 @@ class WriteBatch:
         return entry
 
     def known_usage(self, ids: Collection[str]) -> dict[str, tuple[str, int]]:
-        query = select(USAGE.c.id, USAGE.c.lease, USAGE.c.at_us).where(USAGE.c.id.in_([*ids]))
-        return {id: (lease, at_us) for id, lease, at_us in self._connection.execute(query)} if ids else {}
+        # With a parameter for each of thousands of ids, building the statement takes longer than running it.
+        is_sqlite = self._connection.dialect.name == "sqlite"
+        given = "SELECT value AS id FROM json_each(?)" if is_sqlite else "SELECT unnest(%s::text[]) AS id"
+        query = f"SELECT id, lease, at_us FROM ({given}) AS given JOIN {USAGE.name} USING (id)"
+        rows = self._connection.exec_driver_sql(query, (json.dumps([*ids]) if is_sqlite else [*ids],))
+        return {id: (lease, at_us) for id, lease, at_us in rows}
 
     def add_usage(self, records: Sequence[UsageRecord]) -> set[str]:
         known = self.known_usage([record.id for record in records])
