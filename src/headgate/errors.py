@@ -9,6 +9,7 @@
     │   └── InvalidPolicy                     an invalid policy; lists all mistakes with their places
     ├── RequestDenied                         a limited function may not run now; has the decision
     ├── WaitTooLong                           a client's request was not sent: its quota is exhausted for too long
+    ├── Overloaded                            a guarded call was shed, as the resource is overloaded
     └── StoreError                            the shared store could not answer
         ├── StoreUnavailable                  it could not be reached, or refused to serve
         ├── StoreTimeout                      it did not answer within the budget; the operation may have run
@@ -33,6 +34,7 @@ __all__ = [
     "InvalidKey",
     "InvalidLimit",
     "InvalidPolicy",
+    "Overloaded",
     "RequestDenied",
     "ScriptError",
     "StoreError",
@@ -100,6 +102,24 @@ class WaitTooLong(HeadgateError):
         method, host, seconds, allowed_s, cause = self.args
         wait = "would never be allowed" if seconds is None else f"would have to wait {seconds:.3g} s"
         return f"{method} {host} was not sent: it {wait}, and may wait {allowed_s:.3g} s ({cause})"
+
+
+class Overloaded(HeadgateError):
+    """A guard has shed a call before it began, because the resource is overloaded; see docs/overload.md.
+
+    Adapters answer a request whose handler raises it with 503 and Retry-After.
+    """
+
+    def __init__(self, guard: str, priority: str, retry_after: float) -> None:
+        super().__init__(guard, priority, retry_after)
+        self.guard = guard
+        """The name of the guard."""
+        self.priority = priority
+        self.retry_after = retry_after
+        """Seconds after which the call may be tried again."""
+
+    def __str__(self) -> str:
+        return f"{self.guard} is overloaded: a {self.priority} call was shed; try again in {self.retry_after:g} s"
 
 
 class StoreError(HeadgateError):

@@ -17,8 +17,8 @@ from headgate.server.check_service import (
     DeadlineExceeded,
     LeaseBody,
     LimitsBody,
-    Overloaded,
     RefundBody,
+    ServerOverloaded,
 )
 from headgate.testing import FakeClock
 
@@ -129,7 +129,7 @@ def test_overload_and_deadlines_are_answered_by_the_failure_mode(
             finally:
                 server.resume()
             if allowed is None:
-                assert [type(each) for each in (*rejected, *late)] == [Overloaded] * 20 + [DeadlineExceeded] * 5
+                assert [type(each) for each in (*rejected, *late)] == [ServerOverloaded] * 20 + [DeadlineExceeded] * 5
             else:
                 assert [each.allowed for each in (*rejected, *late)] == [allowed] * 25
                 assert all(each.degraded.startswith(f"{mode}: 5 requests are in progress") for each in rejected)

@@ -16,7 +16,7 @@ from headgate.server.check_service import (
     CheckBody,
     DeadlineExceeded,
     DecisionAnswer,
-    Overloaded,
+    ServerOverloaded,
     header_fields,
 )
 from headgate.server.forwarded import ForwardedRequest
@@ -141,7 +141,7 @@ def add_error_handlers(app: Any) -> None:
     for kind, status, name in (
         (InvalidInput, 400, "invalid_request"),
         (StoreError, 503, "store_unavailable"),
-        (Overloaded, 503, "overloaded"),
+        (ServerOverloaded, 503, "overloaded"),
         (DeadlineExceeded, 503, "deadline_exceeded"),
     ):
         app.add_exception_handler(kind, _handler(status, name))

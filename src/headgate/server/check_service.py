@@ -30,8 +30,19 @@ if TYPE_CHECKING:
     from headgate.limiter import AsyncLimiter
 
 __all__ = [
-    "BatchAnswer", "BatchBody", "ChangeAnswer", "CheckBody", "CheckService", "CommitBody", "DeadlineExceeded",
-    "DecisionAnswer", "LeaseBody", "LimitsBody", "Overloaded", "RefundBody", "header_fields",
+    "BatchAnswer",
+    "BatchBody",
+    "ChangeAnswer",
+    "CheckBody",
+    "CheckService",
+    "CommitBody",
+    "DeadlineExceeded",
+    "DecisionAnswer",
+    "LeaseBody",
+    "LimitsBody",
+    "RefundBody",
+    "ServerOverloaded",
+    "header_fields",
 ]  # fmt: skip
 
 Answer = TypeVar("Answer")
@@ -49,7 +60,7 @@ COMMIT_ATTEMPTS: Final = 3
 """Attempts to charge the rest of a limit, which others use at the same time."""
 
 
-class Overloaded(StoreError):
+class ServerOverloaded(StoreError):
     """Too many requests are in progress, so that the store was not asked."""
 
 
@@ -281,7 +292,7 @@ class CheckService:
 
         try:
             return await self._bounded(ask)
-        except (Overloaded, DeadlineExceeded) as error:
+        except (ServerOverloaded, DeadlineExceeded) as error:
             return gate.admit_without_store(request, error)
 
     async def _check(self, limits: list[LimitBody], id: str | None) -> DecisionAnswer:
@@ -291,7 +302,7 @@ class CheckService:
         limiter = self._limiter
         try:
             return await self._bounded(lambda: limiter.check(*check.keys, cost=check.cost, id=check.id))
-        except (Overloaded, DeadlineExceeded) as error:
+        except (ServerOverloaded, DeadlineExceeded) as error:
             return limiter.engine.failure.decide(check, error)
 
     async def _change_all(self, operations: list[Any]) -> ChangeAnswer:
@@ -308,7 +319,7 @@ class CheckService:
 
         try:
             return await self._bounded(change)
-        except (Overloaded, DeadlineExceeded) as error:
+        except (ServerOverloaded, DeadlineExceeded) as error:
             return limiter.engine.failure.answer(operation, error)
 
     async def _commit(self, key: Key, reserved: int, body: CommitBody) -> tuple[int, str | None]:
@@ -337,7 +348,9 @@ class CheckService:
 
     async def _bounded(self, ask: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         if not self._free:
-            raise Overloaded(f"{self._max_concurrent} requests are in progress, as many as --max-concurrent allows")
+            raise ServerOverloaded(
+                f"{self._max_concurrent} requests are in progress, as many as --max-concurrent allows"
+            )
         self._free -= 1
         try:
             return await self._deadline.run(ask())

@@ -16,8 +16,8 @@ from headgate.server.check_service import (
     DeadlineExceeded,
     LeaseBody,
     LimitsBody,
-    Overloaded,
     RefundBody,
+    ServerOverloaded,
 )
 from headgate.server.grpc_messages import METHODS, SERVICE_NAME, message_class
 
@@ -89,7 +89,7 @@ class _Call:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except AccessDenied as error:
             await context.abort(_STATUSES[error.status], str(error))
-        except Overloaded as error:
+        except ServerOverloaded as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except DeadlineExceeded as error:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))

@@ -229,7 +229,7 @@ def _open_gate(options: ServerOptions, log: DecisionLog | None) -> AsyncGate | N
     """The gate that applies the policy of the server; None without one. A config store may have a log of its own."""
     if not options.has_policy:
         return None
-    return AsyncGate(
+    gate = AsyncGate(
         options.policy,
         options.store,
         control=options.control,
@@ -238,6 +238,8 @@ def _open_gate(options: ServerOptions, log: DecisionLog | None) -> AsyncGate | N
         identities=identity_functions(("user", "tenant", *options.identity)),
         on_decision=log,
     )
+    gate.serves_requests = False
+    return gate
 
 
 def _report_status(options: ServerOptions, service: AsyncRateLimitService) -> StatusReporter:

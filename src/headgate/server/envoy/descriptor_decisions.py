@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headgate.health import Health
     from headgate.keys import Key
     from headgate.limits import Limit
+    from headgate.overload.load_shedder import OverloadStats
     from headgate.policy.model import RouteMode
     from headgate.server.envoy.service import DescriptorLine, Match
 
@@ -286,6 +287,10 @@ class DescriptorDecisions:
         """The counters with prepaid tokens, and their requests per second."""
         found = [(counter.key, counter.rate) for counter in self._engine.local.prepaid.hot_counters()]
         return [(key.limit.by(*key.parts[3::2]), rate) for key, rate in found if len(key.parts) > 3]
+
+    def overload_stats(self) -> dict[str, OverloadStats]:
+        """None: the requests are served elsewhere."""
+        return {}
 
     def health(self) -> Health:
         """The state of the store and of its servers."""
