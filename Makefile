@@ -13,7 +13,7 @@ LOCK   := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gene
 BUILT  := pyproject.toml setup.py $(wildcard src/headgate/*.c src/headgate/algorithms/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench bench-scaling bench-serve bench-regions bench-quotas bench-clients docs chaos mutate malformed charges dist audit lock format clean servers
+.PHONY: help run test check bench bench-scaling bench-serve bench-regions bench-quotas bench-clients bench-overload docs chaos mutate malformed charges dist audit lock format clean servers
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -50,6 +50,9 @@ bench-quotas: $(VENV)/.test ## measure charges to the ledger, its verification a
 
 bench-clients: $(VENV)/.test ## compare polite clients with usual retries: the tables of docs/clients.md
 	$(BIN)/python -m bench.clients $(BENCH_ARGS)
+
+bench-overload: $(VENV)/.chaos ## overload a service whose capacity halves: the table and picture of docs/overload.md
+	$(BIN)/python -m bench.overload
 
 docs: $(VENV)/.test ## build the documentation site in .build/site (DOCS_ARGS=--serve to read it)
 	@$(BIN)/python scripts/site.py $(DOCS_ARGS)

@@ -40,6 +40,7 @@ HOW_TO = {
         "rollouts",
         "blocks",
         "lists",
+        "overload",
         "metrics",
         "decision-log",
         "anomalies",

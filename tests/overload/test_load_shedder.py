@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.overload.gradient import ConcurrencySettings
-from headgate.overload.load_shedder import PRIORITIES, LoadShedder, Priority, Permit
+from headgate.overload.load_shedder import PRIORITIES, LoadShedder, Permit, Priority
 from headgate.testing import FakeClock
 
 

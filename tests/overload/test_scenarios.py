@@ -1,4 +1,4 @@
-"""A service whose capacity halves while it is overloaded, in virtual time: with no limit, a fixed one, and Headgate's."""
+"""A service whose capacity halves while it is overloaded, in virtual time: with no, a fixed and an adaptive limit."""
 
 from __future__ import annotations
 

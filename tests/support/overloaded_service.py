@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headgate.overload.gradient import ConcurrencySettings
-    from headgate.overload.load_shedder import Priority, Permit
+    from headgate.overload.load_shedder import Permit, Priority
 
 SECOND_US = 1_000_000
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 from aiohttp import web
 
 from headgate.adapters.asgi import finish_shielded
-from headgate.errors import InvalidConfiguration
+from headgate.errors import InvalidConfiguration, Overloaded
 from headgate.gate.admission import UNLIMITED, Admission, enter_context
 from headgate.gate.base import check_options
 from headgate.gate.gate import AsyncGate
@@ -86,6 +86,10 @@ def setup(
         except web.HTTPException as error:
             status = error.status
             raise
+        except Overloaded as error:
+            refusal = gate.overloaded(error)
+            status = refusal.status
+            response = _response(refusal.headers, refusal)
         finally:
             context.var.reset(context)
             for each in admissions.unfinished():

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
-from headgate.errors import InvalidInput
+from headgate.errors import InvalidInput, Overloaded
 from headgate.gate.admission import UNLIMITED, current_admission, enter_context, leave_context
 from headgate.gate.base import check_options
 from headgate.gate.gate import AsyncGate
@@ -129,17 +129,23 @@ class HeadgateMiddleware:
         admission = await gate.admit(AsgiRequest(scope, self._root_path))
         if admission.refusal is not None:
             return await refuse(admission.refusal, scope, receive, send)
-        if admission is UNLIMITED:
-            return await self.app(scope, receive, send)
-        if admission.needs_finish:
-            meter = gate.message_meter(admission)
-            app = self.app if meter is None else partial(serve_metered, self.app, gate, meter)
-            return await HeaderSend(send, admission, partial(gate.finish, admission)).serve(app, scope, receive)
-        header_send = HeaderSend(send, admission)
         try:
-            return await self.app(scope, receive, header_send)
-        finally:
-            header_send.leave()
+            if admission is UNLIMITED:
+                return await self.app(scope, receive, send)
+            if admission.needs_finish:
+                meter = gate.message_meter(admission)
+                app = self.app if meter is None else partial(serve_metered, self.app, gate, meter)
+                return await HeaderSend(send, admission, partial(gate.finish, admission)).serve(app, scope, receive)
+            header_send = HeaderSend(send, admission)
+            try:
+                return await self.app(scope, receive, header_send)
+            finally:
+                header_send.leave()
+        except Overloaded as error:
+            try:
+                return await refuse(gate.overloaded(error), scope, receive, send)
+            except Exception:  # the response had begun
+                raise error from None
 
 
 class FailedGate(AsyncGate):

@@ -20,7 +20,7 @@ from django.utils.module_loading import import_string
 
 from headgate.adapters.wsgi import check_settings, header_lines, native_headers
 from headgate.engine import SyncEngine
-from headgate.errors import InvalidPolicy
+from headgate.errors import InvalidPolicy, Overloaded
 from headgate.gate.admission import UNLIMITED, enter_context
 from headgate.gate.gate import AsyncGate, Gate
 from headgate.gate.view_limits import (
@@ -124,6 +124,10 @@ class HeadgateMiddleware:
         # In the event loop of the request: Django closes responses in a thread, its test client in the loop.
         finish, loop = self.gate.finish, asyncio.get_running_loop()
         return _leave(response, admissions, lambda *args: asyncio.run_coroutine_threadsafe(finish(*args), loop))
+
+    def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
+        """Called by Django if a view raises: the response if a guard has shed a call."""
+        return _refuse(self.gate.overloaded(exception), request) if isinstance(exception, Overloaded) else None
 
     def _enter(self, request: HttpRequest, admission: Admission) -> ViewAdmissions:
         request.headgate = admission  # type: ignore[attr-defined]

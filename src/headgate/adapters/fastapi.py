@@ -10,7 +10,7 @@ from fastapi import HTTPException, Response
 from starlette.requests import HTTPConnection  # noqa: TC002 - FastAPI reads the annotations of dependencies
 
 from headgate.adapters.asgi import TRY_AGAIN_LATER, AsgiRequest, HeaderSend, refuse, run_lifespan, signed_in_user
-from headgate.errors import InvalidConfiguration
+from headgate.errors import InvalidConfiguration, Overloaded
 from headgate.gate.admission import NOT_SERVED, UNLIMITED, Admission, current_admission, enter_context
 from headgate.gate.base import check_options
 from headgate.gate.gate import AsyncGate
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from typing import TypeAlias
 
-    from fastapi import FastAPI, WebSocket
+    from fastapi import FastAPI, Request, WebSocket
 
     from headgate.adapters.asgi import App, Receive, Scope, Send
     from headgate.gate.base import GateOptions
@@ -116,7 +116,15 @@ class FastAPILimits:
     def install(self, app: FastAPI) -> None:
         """Add the middleware and the exception handler to an app. Call it once, before the app starts."""
         app.add_exception_handler(RateLimited, _respond)  # type: ignore[arg-type]  # for both kinds of connection
+        app.add_exception_handler(Overloaded, self._answer_overload)
         app.add_middleware(_LimitsMiddleware, limits=self)
+
+    def _answer_overload(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, Overloaded)
+        refusal = self.gate.overloaded(error)
+        response = Response(b"" if request.method == "HEAD" else refusal.body, refusal.status)
+        response.raw_headers = list(refusal.headers)
+        return response
 
     def headers(self, admissions: Granted, policy: Admission) -> list[Header]:
         """The merged header fields of the dependencies' admissions and of the policy's."""

@@ -9,7 +9,7 @@ from flask import Blueprint, Response, after_this_request, current_app, request
 from werkzeug.exceptions import HTTPException
 
 from headgate.adapters.wsgi import HeadgateMiddleware, WsgiRequest, check_settings, native_headers
-from headgate.errors import InvalidConfiguration
+from headgate.errors import InvalidConfiguration, Overloaded
 from headgate.gate.admission import current_admission
 from headgate.gate.view_limits import ViewAdmissions, ViewLimit, ViewRequest, exempt, has_exempt_views, is_exempt
 
@@ -80,6 +80,7 @@ class Headgate:
         app.wsgi_app = middleware  # type: ignore[method-assign]  # as the docs of Flask say
         app.extensions["headgate"] = middleware
         app.teardown_request(_finish_unanswered)
+        app.register_error_handler(Overloaded, partial(_answer_overload, middleware.gate))
 
 
 class FlaskLimit(ViewLimit):
@@ -131,6 +132,12 @@ def _admit(declarations: tuple[LimitDeclaration, ...], name: str) -> Response | 
         return None
     body = b"" if request.method == "HEAD" else refusal.body
     return Response(body, refusal.status, native_headers(admissions.refusal_headers(refusal)))
+
+
+def _answer_overload(gate: Any, error: Overloaded) -> Response:
+    refusal = gate.overloaded(error)
+    body = b"" if request.method == "HEAD" else refusal.body
+    return Response(body, refusal.status, native_headers(refusal.headers))
 
 
 def _report(admissions: ViewAdmissions, response: Response) -> Response:

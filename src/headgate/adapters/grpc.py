@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import grpc
 
 from headgate.adapters.asgi import finish_shielded
-from headgate.errors import InvalidConfiguration
+from headgate.errors import InvalidConfiguration, Overloaded
 from headgate.gate.admission import enter_context
 from headgate.gate.base import check_options
 from headgate.gate.gate import AsyncGate, Gate
@@ -151,6 +151,9 @@ class HeadgateInterceptor(_GateOwner, grpc.ServerInterceptor):  # type: ignore[t
         failure: BaseException | None = None
         try:
             yield self.gate.message_meter(admission) if admission.needs_finish else None
+        except Overloaded as error:
+            failure = error
+            context.abort(*_refuse(context, admission, self.gate.overloaded(error)))
         except BaseException as error:
             failure = error
             raise
@@ -233,6 +236,9 @@ class AsyncHeadgateInterceptor(_GateOwner, grpc.aio.ServerInterceptor):  # type:
                 yield _AdmittedContext(context, admission)
             else:
                 yield _MeteredContext(context, admission, self.gate, meter, sizes)
+        except Overloaded as error:
+            failure = error
+            await context.abort(*_refuse(context, admission, self.gate.overloaded(error)))
         except BaseException as error:
             failure = error
             raise
@@ -432,6 +438,8 @@ def _refuse(context: Any, admission: Admission, refusal: Rejection) -> tuple[grp
     """Set the header fields of a refusal and its details in the rich error model; returns the arguments of `abort`."""
     fields, decision = dict(refusal.headers), admission.decision
     code, reason = REFUSALS[refusal.status]
+    if refusal.status == 503 and (decision is None or decision.allowed):
+        reason = "OVERLOADED"
     details: list[Message] = [ErrorInfo(reason=reason, domain="headgate")]
     if b"retry-after" in fields:
         details.append(RetryInfo(retry_delay=Duration(seconds=int(fields[b"retry-after"]))))

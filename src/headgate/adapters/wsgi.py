@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from difflib import get_close_matches
 from functools import lru_cache, partial
 from http.client import responses
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
-from headgate.errors import InvalidConfiguration
+from headgate.errors import InvalidConfiguration, Overloaded
 from headgate.gate.admission import UNLIMITED, enter_context
 from headgate.gate.base import OPTIONS, check_options
 from headgate.gate.gate import Gate
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from headgate.gate.admission import Admission, RequestInfo
     from headgate.gate.base import GateOptions
-    from headgate.gate.responses import Header
+    from headgate.gate.responses import Header, Rejection
     from headgate.policy.model import Policy
 
     Environ: TypeAlias = dict[str, Any]
@@ -87,20 +88,26 @@ class HeadgateMiddleware:
         # Also without limits: the thread may still have the admission of its previous request.
         enter_context(admission)
         if admission.refusal is not None:
-            refusal = admission.refusal
-            start_response(f"{refusal.status} {responses[refusal.status]}", native_headers(refusal.headers))
-            return [] if environ["REQUEST_METHOD"] == "HEAD" else [refusal.body]
-        if admission is UNLIMITED:
-            return self.app(environ, start_response)
-        if not admission.needs_finish:
-            return self.app(environ, partial(_start, start_response, admission))
-        response = _ResponseBody(self.gate, admission, start_response)
+            return _refuse(admission.refusal, environ, start_response)
         try:
-            response.body = self.app(environ, response.start)
-        except BaseException:
-            self.gate.finish(admission, 500)
-            raise
-        return response
+            if admission is UNLIMITED:
+                return self.app(environ, start_response)
+            if not admission.needs_finish:
+                return self.app(environ, partial(_start, start_response, admission))
+            response = _ResponseBody(self.gate, admission, start_response)
+            try:
+                response.body = self.app(environ, response.start)
+            except BaseException:
+                self.gate.finish(admission, 500)
+                raise
+            return response
+        except Overloaded as error:
+            return _refuse(self.gate.overloaded(error), environ, partial(start_response, exc_info=sys.exc_info()))
+
+
+def _refuse(refusal: Rejection, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+    start_response(f"{refusal.status} {responses[refusal.status]}", native_headers(refusal.headers))
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else [refusal.body]
 
 
 def _start(

@@ -28,7 +28,16 @@ from headgate.policy.model import ADDRESSES, EPOCH, LIST, Block, Identity, Overr
 from headgate.policy.region_settings import RegionTerms, region_terms
 from headgate.policy.routes import Matcher, decode_path, normalize_method
 from headgate.policy.rule_bounds import rule_bounds
-from headgate.policy.snapshot import LISTED, UNMATCHED, AppliedLimit, Resolution, RoutePlan, Snapshot
+from headgate.policy.snapshot import (
+    EVERY_ROUTE,
+    LISTED,
+    UNMATCHED,
+    AppliedLimit,
+    ConcurrencyScope,
+    Resolution,
+    RoutePlan,
+    Snapshot,
+)
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -141,6 +150,8 @@ def _lines(found: Explanation, out: Terminal) -> Iterator[str]:
         "tier": found.tier or "none",
         "on failure": _MODES[found.on_failure],
     }
+    if found.overload is not None:
+        facts["in progress"] = found.overload
     yield from table([*facts.items()], width=out.width)
     yield ""
     if found.is_exempt:
@@ -242,6 +253,8 @@ class Explanation(NamedTuple):
     cost: int
     tier: str | None
     on_failure: str
+    overload: str | None
+    """The limit on requests in progress, and the priority; None if there is none."""
     is_exempt: bool
     blocked: str | None
     """The block that matches; no limit is checked then."""
@@ -280,6 +293,7 @@ def explain(policy: Policy, request: HypotheticalRequest) -> Explanation:
         cost=plan.cost,
         tier=resolution.tier,
         on_failure=plan.on_failure,
+        overload=None if plan.concurrency is None else _concurrency(plan.concurrency),
         is_exempt=plan.is_exempt,
         blocked=None if block is None else _blocked(block, request),
         limits=tuple(limits),
@@ -292,6 +306,14 @@ def _blocked(block: Block, request: HypotheticalRequest) -> str:
     if block.identity.kind == LIST:  # its reason names the list
         return f"{request.who['address']} is {block.reason}"
     return f"{request.describe(block.identity)}{_terms(block)}"
+
+
+def _concurrency(scope: ConcurrencyScope) -> str:
+    settings = scope.settings.concurrency
+    number = f"at most {settings.minimum}" if settings.is_fixed else "adaptive limit"
+    of = "of the process" if scope.name == EVERY_ROUTE else f"of {scope.name}"
+    fair = ", fair among clients" if scope.settings.fair else ""
+    return f"{number} {of}, priority {scope.priority}{fair}"
 
 
 def _bounds(rule: Rule, limit: Limit, plan: RoutePlan, policy: Policy) -> tuple[Bound, ...]:

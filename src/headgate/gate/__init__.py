@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headgate.gate.admission import Admission, RequestInfo, current_admission
+from headgate.gate.admission import Admission, RequestInfo, current_admission, current_priority
 from headgate.gate.base import GateOptions
 from headgate.gate.gate import AsyncGate, Gate
 
-__all__ = ["Admission", "AsyncGate", "Gate", "GateOptions", "RequestInfo", "current_admission"]
+__all__ = ["Admission", "AsyncGate", "Gate", "GateOptions", "RequestInfo", "current_admission", "current_priority"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headgate.decisions import Decision
     from headgate.gate.admission import RequestInfo
     from headgate.gate.identity import AppIdentities, IdentityExtractor
-    from headgate.gate.responses import Header, HeaderTemplate, ResponseBuilder
+    from headgate.gate.responses import Header, HeaderTemplate, Rejection, ResponseBuilder
     from headgate.policy.model import Block
     from headgate.policy.snapshot import Resolution, RoutePlan, Snapshot
 
@@ -131,6 +131,14 @@ class ActivePolicy:
             return Admission(resolution, decision, refusal, None, received_us, settles)
         refusal = None if decision.allowed else self._responses.denied(decision, header_template)
         return Admission(resolution, decision, refusal, header_template, received_us, settles)
+
+    def shed(self, resolution: Resolution, retry_us: int, received_us: int) -> Admission:
+        """The admission of a request that is refused because its process has too many in progress."""
+        return Admission(resolution, None, self._responses.overloaded(retry_us), None, received_us)
+
+    def overloaded(self, retry_us: int) -> Rejection:
+        """The response to a request whose handler has raised `Overloaded`."""
+        return self._responses.overloaded(retry_us)
 
     def headers_of(self, admissions: Iterable[Admission]) -> list[Header]:
         """The header fields of several admissions of the same request, merged."""

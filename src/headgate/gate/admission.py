@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from headgate.decisions import Decision
     from headgate.gate.metering import QuotaCharge
     from headgate.gate.responses import Header, HeaderTemplate, Rejection
+    from headgate.overload.load_shedder import Permit, Priority
     from headgate.policy.snapshot import AppliedLimit, Resolution
 
 __all__ = [
-    "NOT_SERVED", "UNLIMITED", "Admission", "RequestInfo", "Shadow", "current_admission", "enter_context",
-    "leave_context",
+    "NOT_SERVED", "UNLIMITED", "Admission", "RequestInfo", "Shadow", "current_admission", "current_priority",
+    "enter_context", "leave_context",
 ]  # fmt: skip
 
 logger = logging.getLogger("headgate")
@@ -83,6 +84,8 @@ class Admission:
     """The charges on quotas, with the sources that pay for them."""
     meters_messages: bool = False
     """True if the adapter applies the limits on messages."""
+    permit: Permit | None = None
+    """The place of this request among those in progress, if the policy limits them."""
     is_settled: bool = False
     """True once the final cost is charged; `commit` has no effect any more."""
     _committed: dict[str, int] | None = None
@@ -143,6 +146,12 @@ def leave_context(token: Token[Admission]) -> None:
         _current.reset(token)
     except (ValueError, RuntimeError):  # another task's context, or already left
         _current.set(UNLIMITED)
+
+
+def current_priority() -> Priority:
+    """The priority of the request that is being served, for guards: `guard.call(current_priority)`."""
+    resolution = _current.get().resolution
+    return "normal" if resolution is None else resolution.route.priority
 
 
 def current_admission() -> Admission:

@@ -30,11 +30,13 @@ from headgate.gate.responses import ResponseBuilder, health_response
 from headgate.gate.view_limits import has_view_limits, view_rules
 from headgate.keys import is_keyed_hash
 from headgate.limiter import Limiter
+from headgate.overload.load_shedder import LoadShedder
+from headgate.overload.steady_clock import steady_now_us
 from headgate.policy.api_keys import ApiKeyHasher, IdentityHashes
 from headgate.policy.file_watcher import PolicyWatcher
 from headgate.policy.model import Block, Identity, Policy, RegionSettings, Validity
 from headgate.policy.region_settings import REGION_OPTIONS, region_arguments, stay_objection
-from headgate.policy.snapshot import OTHER_API_KEYS, STRICTNESS, Snapshot
+from headgate.policy.snapshot import OTHER_API_KEYS, STRICTNESS, Snapshot, concurrency_settings
 from headgate.regions.residency import Residency
 from headgate.stores.operations import Check, Leave, Refund
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
     from headgate.clock import Clock
     from headgate.decisions import Decision
+    from headgate.errors import Overloaded
     from headgate.events import Event
     from headgate.gate.admission import RequestInfo
     from headgate.gate.event_stream import DecisionHook, Observer
@@ -51,11 +54,13 @@ if TYPE_CHECKING:
     from headgate.gate.messages import MessageCounts
     from headgate.gate.metering import QuotaCharge, QuotaRequest
     from headgate.gate.mounts import AppRoute
-    from headgate.gate.responses import HeaderTemplate, RejectionBody
+    from headgate.gate.responses import HeaderTemplate, Rejection, RejectionBody
     from headgate.gate.view_limits import LimitDeclaration
     from headgate.health import Health
     from headgate.keys import Key
     from headgate.local.tier import LocalTier
+    from headgate.overload.guard import Guard
+    from headgate.overload.load_shedder import OverloadStats, Permit
     from headgate.policy.lists.list_watcher import ListStatus, ListWatcher, NetworkLists
     from headgate.policy.snapshot import Resolution, RoutePlan
     from headgate.stores.memory import MemoryStore
@@ -159,6 +164,8 @@ class PendingCheck:
     needs_steps: object
     """True or not empty if more than one operation of the store is needed: see `complete_in_steps`."""
     quotas: tuple[QuotaRequest, ...] = ()
+    permit: Permit | None = None
+    """The place of this request among those in progress, if the policy limits them."""
 
 
 class PendingIdentities(NamedTuple):
@@ -229,6 +236,8 @@ class GateBase:
         self._health_path = _checked_path(options.get("health_path"))
         self.is_on = True
         """Set to False to admit every request without counting it."""
+        self.serves_requests = True
+        """False if requests are served by another process, so that this one cannot limit those in progress."""
         self._store = store
         self._engine_options: dict[str, Any] = {
             name: value for name, value in options.items() if name in ENGINE_OPTIONS
@@ -252,6 +261,9 @@ class GateBase:
         """Hashes of identities that leave the region."""
         self.policy_watcher: Any = None
         """Follows the policy file or the config store; None for a fixed policy."""
+        self._shedders: dict[str, LoadShedder] = {}
+        """The limits on requests in progress by their scope."""
+        self._guards: tuple[Guard, ...] = ()
         self._view_policies: dict[Any, tuple[ActivePolicy, ActivePolicy]] = {}
         """Compiled limits of views by declaration and view, each with the policy that it was compiled for."""
         self.active_policy: ActivePolicy
@@ -326,6 +338,9 @@ class GateBase:
             resolution = self._apply_live_block(resolution, now_us)
         needs_steps = route.leases or route.shadows or quotas
         pending = PendingCheck(request, policy, resolution, check, header_template, now_us, needs_steps, quotas)
+        is_limited = route.concurrency is not None and resolution.block is None
+        if is_limited and (refused := self._enter_concurrency(pending)) is not None:
+            return refused
         if resolution.block is not None or (check is None and not route.shadows and not quotas):
             return self.complete(pending, None)
         if self._memory is not None and not needs_steps:
@@ -351,12 +366,23 @@ class GateBase:
         if charges:
             admission.quotas = charges
             self._charge(admission)
+        if pending.permit is not None:
+            self._keep_permit(admission, pending.permit)
         if self._is_observed:
             self._emit(pending.request, admission)
         return admission
 
     def complete_in_steps(self, pending: PendingCheck) -> Steps:
-        """End admission of a request with quotas, concurrency limits or shadow limits, which takes several operations.
+        """End admission of a request that takes several operations, or whose permit a failure must not keep."""
+        try:
+            return (yield from self._complete_in_steps(pending))
+        except BaseException:  # also a cancelled request, whose steps are closed
+            if pending.permit is not None:
+                pending.permit.release("ignored")
+            raise
+
+    def _complete_in_steps(self, pending: PendingCheck) -> Steps:
+        """Check the quotas, concurrency limits and shadow limits of a request, which takes several operations.
 
         Units are reserved first, in memory: the reservation is voided if a limit denies, and no limit is charged if a
         quota does.
@@ -410,6 +436,8 @@ class GateBase:
             admission = policy.conclude_without_ledger(resolution, decision, received_us)
         else:
             admission = policy.conclude(resolution, decision, policy.header_template(resolution), received_us)
+        if pending.permit is not None:
+            pending.permit.release("ignored")
         if self._is_observed:
             self._emit(pending.request, admission)
         return admission
@@ -464,6 +492,8 @@ class GateBase:
 
     def finish_in_steps(self, admission: Admission, status: int) -> Steps:
         """Release the leases of a request, and settle its cost."""
+        if admission.permit is not None:
+            admission.permit.release(_PERMIT_OUTCOMES.get(status, "ok" if 200 <= status < 400 else "ignored"))
         if admission.resolution is not None and admission.resolution.route.message_rules:
             self._warn_of_unmetered(admission.resolution, is_metered=admission.meters_messages)
         if isinstance(admission.lease, _LocalLease):
@@ -507,6 +537,44 @@ class GateBase:
                     rule.rule.name,
                     rule.rule.counts,
                 )
+
+    def _enter_concurrency(self, pending: PendingCheck) -> Admission | None:
+        """Take a permit for a request; its refusal if it is shed."""
+        scope = pending.resolution.route.concurrency
+        shedder = None if scope is None else self._shedders.get(scope.name)
+        if scope is None or shedder is None or not self.serves_requests:
+            return None
+        tenant = pending.policy.snapshot.tenant(pending.resolution.who) if scope.settings.fair else None
+        pending.permit = shedder.acquire(scope.priority, tenant)
+        if pending.permit is not None:
+            pending.needs_steps = True
+            return None
+        retry_us = scope.settings.retry_after // timedelta(microseconds=1)
+        admission = pending.policy.shed(pending.resolution, retry_us, pending.received_us)
+        if self._is_observed:
+            self._emit(pending.request, admission)
+        return admission
+
+    @staticmethod
+    def _keep_permit(admission: Admission, permit: Permit) -> None:
+        """Keep the permit of an admitted request until it is finished; of a refused one, release it."""
+        if admission.refusal is None:
+            admission.permit, admission.needs_finish = permit, True
+        else:
+            permit.release("ignored")
+
+    def overloaded(self, error: Overloaded) -> Rejection:
+        """The response to a request whose handler has raised `Overloaded`: 503 and Retry-After."""
+        return self.active_policy.overloaded(int(error.retry_after * 1_000_000))
+
+    def add_guard(self, guard: Guard) -> None:
+        """Export the metrics of a guard together with those of this gate."""
+        self._guards = (*self._guards, guard)
+
+    def overload_stats(self) -> dict[str, OverloadStats]:
+        """The limits on requests in progress by scope, "*" for the whole process; and the guards by name."""
+        limited = {name: shedder.stats() for name, shedder in self._shedders.items()}
+        return limited | {guard.name: guard.stats() for guard in self._guards}
 
     def _emit(self, request: RequestInfo, admission: Admission) -> None:
         """Run the decision hooks, and put the event of the decision into the stream. For use while `_is_observed`."""
@@ -779,6 +847,7 @@ class GateBase:
             never_leased=active.snapshot.never_leased,
             central_budget=self._central_budget(policy),
         )
+        self._configure_concurrency(policy)
         self._warn_of_regions(policy)
         if self._limiter.engine.router is not None:
             self._limiter.engine.router.residency = self._residency(policy)
@@ -813,6 +882,18 @@ class GateBase:
     def list_status(self) -> list[ListStatus]:
         """The state of each reputation list."""
         return [] if self._lists is None else self._lists.status
+
+    def _configure_concurrency(self, policy: Policy) -> None:
+        """Create the limits on requests in progress; those that were there before keep what they have measured."""
+        shedders: dict[str, LoadShedder] = {}
+        for name, settings in concurrency_settings(policy).items():
+            shedder = self._shedders.get(name)
+            if shedder is None:
+                now_us = steady_now_us if self._clock is None else self._clock.now_us
+                shedder = LoadShedder(settings.concurrency, now_us)
+            shedder.configure(settings.concurrency)
+            shedders[name] = shedder
+        self._shedders = shedders
 
     def _secret(self, policy: Policy) -> bytes:
         """The key of API key hashes: the same on all machines that share a store."""
@@ -912,6 +993,10 @@ class GateBase:
     def health(self) -> Health:
         """The state of the store and of its servers."""
         return self._limiter.health()  # type: ignore[no-any-return]
+
+
+_PERMIT_OUTCOMES: Final[Mapping[int, Any]] = {503: "dropped", 504: "dropped"}
+"""The outcomes of requests by status. Those of other errors are ignored: their latency says nothing about the load."""
 
 
 class _LocalLease(NamedTuple):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from headgate.gate.metering import QuotaCharge
     from headgate.health import Health
     from headgate.keys import Key
+    from headgate.overload.load_shedder import OverloadStats
     from headgate.policy.lists.list_watcher import ListStatus
     from headgate.policy.model import Policy
     from headgate.policy.snapshot import Resolution
@@ -67,7 +68,7 @@ class DecisionEvent(NamedTuple):
     resolution: Resolution
     """The route and the limits that apply, and the client's identities."""
     decision: Decision | None
-    """The answer of the limits; None if none applies, or the client is blocked."""
+    """The answer of the limits; None if none applies, the client is blocked, or the request was shed."""
     shadows: Sequence[Shadow]
     """The answers of limits in shadow mode."""
     sample: tuple[list[str], str] | None
@@ -126,6 +127,7 @@ class DecisionSource(Protocol):
     def add_store_listener(self, listener: Callable[[Event], Any]) -> None: ...
     def flush_events(self) -> None: ...
     def hot_counters(self) -> list[tuple[Key, int]]: ...
+    def overload_stats(self) -> dict[str, OverloadStats]: ...
     def health(self) -> Health: ...
     def now_us(self) -> int: ...
 
@@ -270,7 +272,10 @@ def flush_all() -> None:
 
 
 def outcome_of(admission: Admission) -> Outcome:
-    """The outcome of a request: "allowed", "denied" (429), "blocked" (403) or "unavailable" (503)."""
+    """The outcome of a request: "allowed", "denied" (429), "blocked" (403) or "unavailable" (503).
+
+    A request that was shed during overload is unavailable, and has no decision.
+    """
     if admission.refusal is None:
         return "allowed"
     if admission.resolution is not None and admission.resolution.block is not None:

@@ -133,6 +133,8 @@ class Gate(GateBase):
                     function, *arguments = steps.send(result)
         except StopIteration as end:
             return end.value
+        finally:
+            steps.close()
 
 
 class AsyncGate(GateBase):
@@ -205,3 +207,5 @@ class AsyncGate(GateBase):
                     function, *arguments = steps.send(result)
         except StopIteration as end:
             return end.value
+        finally:
+            steps.close()

@@ -62,7 +62,7 @@ class RejectionInfo:
 
     status: int
     error: str
-    """Error code: "rate_limit_exceeded", "limiter_unavailable" or "blocked"."""
+    """Error code: "rate_limit_exceeded", "limiter_unavailable", "overloaded" or "blocked"."""
     message: str
     """The reason and when to retry, for people."""
     retry_after_seconds: int | None
@@ -174,6 +174,11 @@ class ResponseBuilder:
         retry = self._seconds((decision is not None and decision.retry_after_us) or UNKNOWN_RETRY_US)
         message = f"This request cannot be checked right now. {_advice(retry)}"
         return self._refuse(RejectionInfo(503, "limiter_unavailable", message, retry, decision=decision))
+
+    def overloaded(self, retry_us: int) -> Rejection:
+        """503, for a request that was shed."""
+        retry = self._seconds(retry_us)
+        return self._refuse(RejectionInfo(503, "overloaded", f"The service is overloaded. {_advice(retry)}", retry))
 
     def blocked(self, retry_us: int | None = None) -> Rejection:
         """403, for a blocked client; `retry_us` is the time until the block ends, if it does. Omits the reason."""

@@ -12,8 +12,8 @@ latency. Here it is the latency of windows in which less than half of the limit 
 a few round trips. Measurements begin at multiples of the interval on the clock, so that all processes that use the same
 database empty its queue at the same time.
 
-A service may also have become slower without a queue, for example because its requests have. Then a lower limit does not
-help: if latency is the same with half of the calls in progress, it is the new base latency.
+A service may also have become slower without a queue, for example because its requests have. Then a lower limit does
+not help: if latency is the same with half of the calls in progress, it is the new base latency.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headgate.clock import Clock
-    from headgate.overload.load_shedder import OverloadStats, Priority, Permit
+    from headgate.overload.load_shedder import OverloadStats, Permit, Priority
 
 __all__ = ["Guard", "GuardedCall", "PrioritySource"]
 
@@ -98,7 +98,7 @@ class Guard:
 class GuardedCall:
     """A call that a guard admits or sheds, as a context manager or a decorator; created by `Guard.call`."""
 
-    __slots__ = ("_guard", "_priority", "_permit", "_tenant")
+    __slots__ = ("_guard", "_permit", "_priority", "_tenant")
 
     def __init__(self, guard: Guard, priority: PrioritySource, tenant: str | None) -> None:
         self._guard, self._priority, self._tenant = guard, priority, tenant

@@ -68,6 +68,7 @@ class Builder:
         routes = [route for route, _ in self._routes]
         self._check_classes(drafts)
         check_routes_given_twice(self._routes, self._problems)
+        self._check_concurrency()
         check_costs(drafts, self._costs, self._problems)
         check_region_modes(drafts, self._regions, self._problems)
         identity, answers, store = self._settings()
@@ -89,7 +90,7 @@ class Builder:
         rules = tuple([draft.rule() for draft in drafts])
         blocked = self._blocked()
         made = model.Policy(rules, tuple(routes), self._tiers, default_tier, clients, overrides, blocked)
-        named = {name: entry.fields[name] for name in ("on_failure", "name") if name in entry.fields}
+        named = {name: entry.fields[name] for name in ("overload", "on_failure", "name") if name in entry.fields}
         settings: dict[str, Any] = {"identity": identity, "answers": answers, "store": store, "regions": self._regions}
         ledger = model.LedgerSettings(**entry.fields["quotas"].fields) if "quotas" in entry.fields else made.ledger
         return replace(made, lists=self._lists(drafts, blocked), ledger=ledger, **settings, **named)
@@ -105,9 +106,25 @@ class Builder:
             if method is not None and "methods" in entry.fields:
                 entry.report("methods", METHODS_TWICE)
             methods = frozenset(entry.get("methods", ()) if method is None else [method])
-            rule = model.RouteRule(template, methods, entry.get("class"), entry.get("cost", 1), entry.get("on_failure"))
+            settings = {name: entry.get(name) for name in ("on_failure", "overload")}
+            settings["priority"] = entry.get("priority", "normal")
+            rule = model.RouteRule(template, methods, entry.get("class"), entry.get("cost", 1), **settings)
+            if "priority" in entry.fields and rule.overload is None and "overload" not in self._entry.written:
+                message = "priority has no effect without a concurrency limit; add overload: adaptive"
+                self._warnings.add(entry.at("priority"), message)
             made.append((rule, entry.path))
         return made
+
+    def _check_concurrency(self) -> None:
+        """Report routes that share a concurrency limit and give it different numbers."""
+        first: dict[str, model.RouteRule] = {}
+        for route, path in self._routes:
+            if route.route_class is not None and isinstance(route.overload, model.OverloadSettings):
+                other = first.setdefault(route.route_class, route)
+                if other.overload != route.overload:
+                    before = f"routes of class {route.route_class!r} share one concurrency limit, and "
+                    message = f"{before}{other.template.text} has other settings; write the same, or change the class"
+                    self._problems.add((*path, "overload"), message)
 
     def _check_classes(self, drafts: list[RuleDraft]) -> None:
         if not self._is_whole("routes"):

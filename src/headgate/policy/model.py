@@ -12,16 +12,19 @@ from fractions import Fraction
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
+from headgate.overload.gradient import ConcurrencySettings
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headgate.limits import Limit
+    from headgate.overload.load_shedder import Priority
     from headgate.policy.routes import Template
 
 __all__ = [
     "ADDRESSES", "EPOCH", "LIST", "NET_SUFFIX", "URL_SCHEMES", "AnswerSettings", "Block", "Client", "Identity",
-    "IdentitySettings", "LeaseMode", "LedgerSettings", "ListSource", "Override", "Policy", "RegionSettings",
-    "RouteMode", "RouteRule", "Rule", "StatusTest", "StoreSettings", "Validity", "net_name",
+    "IdentitySettings", "LeaseMode", "LedgerSettings", "ListSource", "OverloadSettings", "Override", "Policy",
+    "RegionSettings", "RouteMode", "RouteRule", "Rule", "StatusTest", "StoreSettings", "Validity", "net_name",
 ]  # fmt: skip
 
 RouteMode: TypeAlias = Literal["open", "closed", "local"]
@@ -80,8 +83,19 @@ class StatusTest:
 
 
 @dataclass(frozen=True, slots=True)
+class OverloadSettings:
+    """A limit on the requests in progress in one process; see docs/overload.md."""
+
+    concurrency: ConcurrencySettings = field(default_factory=ConcurrencySettings)
+    retry_after: timedelta = timedelta(seconds=1)
+    """Sent with requests that were shed."""
+    fair: bool = True
+    """True if a client with more than its share of the requests in progress leaves room to the others."""
+
+
+@dataclass(frozen=True, slots=True)
 class RouteRule:
-    """The settings of a route: class, cost and failure mode."""
+    """The settings of a route: class, cost, failure mode and priority."""
 
     template: Template
     methods: frozenset[str]
@@ -90,6 +104,10 @@ class RouteRule:
     cost: int = 1
     """The cost of a request on limits without a cost of their own; 0 exempts the route."""
     on_failure: RouteMode | None = None
+    priority: Priority = "normal"
+    """The order in which requests are shed during overload."""
+    overload: OverloadSettings | Literal["none"] | None = None
+    """A concurrency limit of its own; "none" for no limit, None for that of the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +347,8 @@ class Policy:
     store: StoreSettings = StoreSettings()
     regions: RegionSettings | None = None
     ledger: LedgerSettings = LedgerSettings()
+    overload: OverloadSettings | None = None
+    """The concurrency limit of each process; None for no limit."""
     on_failure: RouteMode = "open"
     """For routes and rules without a failure mode."""
     name: str = "policy"

@@ -33,7 +33,7 @@ __all__ = [
     "foreign_limit", "header", "header_name", "identity", "instant", "kind", "label", "ledger_url", "list_header",
     "list_name", "list_source", "method", "name", "numbers", "own_region", "period", "proxy", "rate", "refusal",
     "region", "route", "safe_share", "share", "show", "size", "status_test", "store_url", "subnet", "text", "time_zone",
-    "url", "variable", "whole",
+    "tolerance", "url", "variable", "whole",
 ]  # fmt: skip
 
 IDENTITIES: Final = ("ip", "subnet", "user", "api_key", "tenant", "endpoint", "client")
@@ -186,6 +186,16 @@ def numbers(value: object) -> Phrase:
 
 # A hundred thousand overrides contain only a few different texts.
 _phrase: Final = lru_cache(maxsize=8192)(_limit_syntax.parse)
+
+
+def tolerance(value: object) -> float:
+    """Parse the latency that an adaptive concurrency limit accepts, as a multiple of the latency without a queue."""
+    wanted = "a number from 1 to 10, like 1.5"
+    if isinstance(value, bool) or not isinstance(value, (int, Decimal)):
+        raise refusal(value, wanted)
+    if not 1 <= value <= 10:
+        raise InvalidInput(f"{value} is out of bounds; write {wanted}")
+    return float(value)
 
 
 def instant(value: object) -> datetime:

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 from headgate._limit_syntax import WEEK, Phrase, suggest
 from headgate.algorithms import ALGORITHMS
 from headgate.calendars import Calendar
-from headgate.errors import InvalidInput, InvalidLimit
+from headgate.errors import InvalidConfiguration, InvalidInput, InvalidLimit
 from headgate.limits import REGION_MODES
+from headgate.overload.gradient import ConcurrencySettings
+from headgate.overload.load_shedder import PRIORITIES
 from headgate.policy import scalars
+from headgate.policy.model import OverloadSettings
 from headgate.policy.quota_terms import QuotaTerms, no_rate
 
 if TYPE_CHECKING:
@@ -389,6 +392,50 @@ TIER: Final = Struct(
     "a tier", {"limits": Field(BY_NAME, "The numbers of this tier, by the names of limits or of route classes.")}
 )
 
+
+def _adaptive(settings: StructValue, problems: PolicyProblems) -> Any:
+    given = dict(settings.fields)
+    others = {name: given.pop(name) for name in ("retry_after", "fair") if name in given}
+    try:
+        return OverloadSettings(ConcurrencySettings(**given), **others)
+    except InvalidConfiguration as error:
+        problems.add(settings.path, str(error))
+        return BROKEN
+
+
+_MAX_IN_FLIGHT: Final = 1_000_000
+_IN_FLIGHT: Final = _whole(1, _MAX_IN_FLIGHT, example=100)
+_FIXED: Final = Scalar(
+    lambda value: OverloadSettings(ConcurrencySettings(*[scalars.whole(1, _MAX_IN_FLIGHT, example=100)(value)] * 3)),
+    {"type": "integer", "minimum": 1, "maximum": _MAX_IN_FLIGHT},
+)
+_TOLERANCE: Final = Scalar(scalars.tolerance, {"type": "number", "minimum": 1, "maximum": 10, "examples": [1.5]})
+_OVERLOAD_FIELDS: Final = Struct(
+    "overload settings",
+    {
+        "minimum": Field(_IN_FLIGHT, "The lowest limit; 4 by default."),
+        "maximum": Field(_IN_FLIGHT, "The highest limit; 1000 by default."),
+        "initial": Field(_IN_FLIGHT, "The limit when the process starts; 20 by default."),
+        "tolerance": Field(
+            _TOLERANCE, "The latency that is accepted, as a multiple of that without a queue; 1.25 by default."
+        ),
+        "retry_after": Field(DURATION, "The Retry-After of requests that were shed; 1 second by default."),
+        "fair": Field(FLAG, "A client with more than its share leaves room to the others; true by default."),
+    },
+    _adaptive,
+    example='like {minimum: 8, retry_after: "2 seconds"}',
+    remedies=dict.fromkeys(("limit", "max", "max_concurrency"), "for a fixed limit, write a number: overload: 100"),
+)
+
+
+def _overload(*words: str) -> OneOf:
+    """A concurrency limit: the word adaptive, a number for a fixed limit, or settings."""
+    named = {"adaptive": OverloadSettings(), "none": "none"}
+    choose = scalars.choice(*words)
+    word = Scalar(lambda value: named[choose(value)], {"enum": [*words]})
+    return OneOf({str: word, int: _FIXED, dict: _OVERLOAD_FIELDS}, f"{' or '.join(words)}, a number, or settings")
+
+
 ROUTES: Final = ListOf(
     Struct(
         "a route",
@@ -401,6 +448,11 @@ ROUTES: Final = ListOf(
             "class": Field(NAME, "The class that it belongs to; limits and overrides may name it."),
             "cost": Field(COST, "The cost of a request, unless a limit sets its own; 0 exempts the route."),
             "on_failure": Field(ON_FAILURE, "The failure mode while the store is unavailable."),
+            "priority": Field(_choice(*PRIORITIES), "During overload, background is shed first; normal by default."),
+            "overload": Field(
+                _overload("adaptive", "none"),
+                "A limit on the requests in progress of this route, or of its class, instead of the policy's; or none.",
+            ),
         },
     ),
     "[{path: /search, class: search, cost: 5}]",
@@ -772,7 +824,10 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
             "quotas": Field(LEDGER, "The ledger that quotas are charged to."),
             "regions": Field(REGIONS, "The stores of all regions, and the identities that may leave a region."),
             "lists": Field(LISTS, "Reputation lists: networks from files and URLs, for blocked and limits."),
-            "routes": Field(ROUTES, "Classes and costs of routes."),
+            "overload": Field(
+                _overload("adaptive"), "A limit on the requests in progress in each process: adaptive, or a number."
+            ),
+            "routes": Field(ROUTES, "Classes, costs and priorities of routes."),
             "limits": Field(LIMITS, "The limits: which requests meet them, who is counted, how many may pass."),
             "tiers": Field(
                 MapOf(NAME, TIER, '{pro: {limits: {search: "1000/minute"}}}'),

@@ -37,12 +37,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from headgate.keys import Key
+    from headgate.overload.load_shedder import Priority
     from headgate.policy.lists.list_watcher import ListLookup
+    from headgate.policy.model import OverloadSettings
     from headgate.stores.operations import Cost
 
 __all__ = [
-    "AMBIGUOUS", "CLIENT_KINDS", "LISTED", "OTHER_API_KEYS", "UNMATCHED", "AppliedLimit", "CompiledRule", "Identities",
-    "Resolution", "RoutePlan", "Snapshot", "UnknownKeyNet", "client_kind",
+    "AMBIGUOUS", "CLIENT_KINDS", "EVERY_ROUTE", "LISTED", "OTHER_API_KEYS", "UNMATCHED", "AppliedLimit",
+    "CompiledRule", "ConcurrencyScope", "Identities", "Resolution", "RoutePlan", "Snapshot", "UnknownKeyNet",
+    "client_kind", "concurrency_settings",
 ]  # fmt: skip
 
 Identities: TypeAlias = "Mapping[str, str]"
@@ -65,6 +68,9 @@ NO_TIER: Final = "none"
 UNTRUSTED_KINDS: Final = frozenset({"api_key", "client"})
 """The kinds of `by` whose values a client can invent."""
 GUARD_KINDS: Final = frozenset({*ADDRESSES, "endpoint"})
+
+EVERY_ROUTE: Final = "*"
+"""The name of the concurrency limit of a whole process."""
 
 UNMATCHED: Final = "unmatched"
 """The endpoint of all paths that no template matches; they share their counters."""
@@ -143,12 +149,22 @@ class Resolution(NamedTuple):
         )
 
 
+class ConcurrencyScope(NamedTuple):
+    """The limit on requests in progress that applies to a route."""
+
+    name: str
+    """The class of the route or its template, if the limit is its own; else `EVERY_ROUTE`."""
+    settings: OverloadSettings
+    priority: Priority
+
+
 class RoutePlan:
     """The part of a resolution that all requests of a route and method share."""
 
     __slots__ = (
-        "cost", "costs", "endpoint", "has_address_rule", "has_overrides", "is_exempt", "kinds", "leases",
-        "message_rules", "nets", "on_failure", "policy", "quotas", "route_class", "rules", "settles", "shadows",
+        "concurrency", "cost", "costs", "endpoint", "has_address_rule", "has_overrides", "is_exempt", "kinds", "leases",
+        "message_rules", "nets", "on_failure", "policy", "priority", "quotas", "route_class", "rules", "settles",
+        "shadows",
     )  # fmt: skip
 
     def __init__(self, snapshot: Snapshot, templates: tuple[Template, ...], method: str) -> None:
@@ -183,6 +199,10 @@ class RoutePlan:
         )
         self.kinds: frozenset[str] = snapshot.kinds | {kind for rule in compiled for kind in rule.kinds}
         """All kinds of identity that matter on the route."""
+        self.priority: Priority = "normal" if route is None else route.priority
+        self.concurrency = None if self.is_exempt else policy_concurrency(policy, route)
+        if self.concurrency is not None and self.concurrency.settings.fair:
+            self.kinds |= {*CLIENT_KINDS}
         self.leases = any(limit.algorithm == "concurrency" for rule in enforced for limit in rule.limits)
         self.has_overrides = any(rule.has_overrides for rule in self.rules)
         self.settles = any(rule.settled or rule.count_when is not None for rule in enforced) or bool(self.message_rules)
@@ -306,6 +326,17 @@ class Snapshot:
                 keys[first_quota:first_quota] = [key for _, key in found]
                 cost = _join_costs([rule.cost for rule in rules])
         return _new_tuple(Resolution, (route, tuple(keys), cost, rules, who, tier, now_us, block))
+
+    def tenant(self, who: Identities) -> str:
+        """The client to whose share of the service a request belongs: the first of `CLIENT_KINDS` that it has.
+
+        An API key counts only if the policy names it: a client can invent others, and with each a new share.
+        """
+        for kind in CLIENT_KINDS:
+            value = who.get(kind)
+            if value and (kind != "api_key" or self.unknown_key_factor is None or value in self.vouched_keys):
+                return f"{kind} {value}"
+        return ""
 
     def announced_limits(self, now_us: int) -> tuple[Limit, ...]:
         """The limits to prepay without waiting for a hot key: rules with `lease: always`, and overrides with an end in
@@ -597,6 +628,27 @@ class UnknownKeyNet(CompiledRule):
     def find_limit(self, who: Identities, tier: str | None, now_us: int) -> tuple[Limit | None, Override | str | None]:
         limit, origin = self._base.find_limit(who, tier, now_us)
         return None if limit is None else self._net_limit(limit), origin
+
+
+def policy_concurrency(policy: Policy, route: RouteRule | None) -> ConcurrencyScope | None:
+    """The limit on requests in progress of a route: its own, that of the policy, or none."""
+    if route is not None and route.overload is not None:
+        if route.overload == "none":
+            return None
+        return ConcurrencyScope(route.route_class or route.template.text, route.overload, route.priority)
+    if policy.overload is None:
+        return None
+    return ConcurrencyScope(EVERY_ROUTE, policy.overload, "normal" if route is None else route.priority)
+
+
+def concurrency_settings(policy: Policy) -> dict[str, OverloadSettings]:
+    """The limits on requests in progress of a policy, by the names of their scopes."""
+    found = {} if policy.overload is None else {EVERY_ROUTE: policy.overload}
+    for route in policy.routes:
+        scope = policy_concurrency(policy, route)
+        if scope is not None:
+            found[scope.name] = scope.settings
+    return found
 
 
 def guards(guard: Rule, rule: Rule) -> bool:

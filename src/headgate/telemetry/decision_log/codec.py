@@ -68,13 +68,16 @@ class EventEncoder:
         self._cached_since = time.monotonic()
 
     def encode(self, event: DecisionEvent, weight: float) -> bytes:
-        received_us, _, method, _, resolution, decision, shadows, _, quotas = event
+        received_us, _, method, outcome, resolution, decision, shadows, _, quotas = event
         route, keys, cost, rules, who, tier, _, block = resolution
         header = self._headers.get((route, tier)) or self._encode_header(route, tier)
         fields: Any
         if decision is None:
             note = None if block is None else block.reason or ""
-            fields = received_us, method, header, note, weight, None, None, 0, who, (), (), (), ()
+            allowed = None
+            if outcome == "unavailable":
+                note, allowed = f"{route.priority} traffic was shed", False
+            fields = received_us, method, header, note, weight, allowed, None, 0, who, (), (), (), ()
         else:
             limits = [self._encode_limit(rule, key[0]) for rule, key in zip(rules, keys, strict=True)]
             denying = _encode_denying(shadows) if shadows else ()
@@ -209,7 +212,9 @@ class EventDecoder:
         reason: Reason = "within-limits"
         decisive: tuple[Any, ...] = NO_LIMIT
         others: list[LimitDenial] = []
-        if note is not None:
+        if allowed is False and not limits:
+            outcome, reason = "unavailable", "overloaded"
+        elif note is not None:
             outcome = reason = "blocked"
         elif allowed is None:
             reason = "no-limit"

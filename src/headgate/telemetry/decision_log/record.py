@@ -31,7 +31,15 @@ __all__ = [
 
 Outcome: TypeAlias = Literal["allowed", "denied", "blocked", "unavailable", "lost"]
 Reason: TypeAlias = Literal[
-    "within-limits", "no-limit", "over-limit", "over-capacity", "over-shadow-limit", "blocked", "store-away", "lost"
+    "within-limits",
+    "no-limit",
+    "over-limit",
+    "over-capacity",
+    "over-shadow-limit",
+    "blocked",
+    "store-away",
+    "overloaded",
+    "lost",
 ]
 
 REJECTIONS: Final = ("denied", "blocked", "unavailable")
@@ -131,7 +139,7 @@ class DecisionRecord(NamedTuple):
     shadow: bool
     """True if the request passed, but a limit in shadow mode would have denied it; the fields are that limit's."""
     note: str
-    """The reason of a block."""
+    """The reason of a block, or the priority of a request that was shed."""
     quotas: str
     """The charges to the ledger as JSON, see `charges`; empty if there are none."""
     weight: float
@@ -171,6 +179,8 @@ class DecisionRecord(NamedTuple):
             return f"{self.weight:.0f} decisions could not be recorded"
         if self.outcome == "blocked":
             return f"{what}: blocked" + (f": {self.note}" if self.note else "")
+        if self.reason == "overloaded":
+            return f"{what}: overloaded, {self.note}"
         details = [_describe(denial) for denial in self.denials]
         if self.shadow:
             what = f"{what}, would be denied"

@@ -220,7 +220,8 @@ class Metrics:
                 for rule in rules:
                     totals["allowed"].add((rule.rule.name, *place), count)
             else:
-                totals["rejections"].add((tier, REASONS[outcome]), count)
+                is_shed = outcome == "unavailable" and decision is None
+                totals["rejections"].add((tier, "overload" if is_shed else REASONS[outcome]), count)
             if decision is not None:
                 for name in decision.denied_by if outcome == "denied" else ():
                     totals["blocked"].add((name, *place), count)
@@ -263,7 +264,7 @@ class GateState:
     def read(self) -> Iterator[tuple[str, Labels, float]]:
         """Names, label values and values of all metrics."""
         gate = self.gate()
-        parts = (self._health, self._policy, self._lists, self._messages, self._stats)
+        parts = (self._health, self._policy, self._lists, self._messages, self._overload, self._stats)
         read = [] if gate is None else [sample for part in parts for sample in part(gate)]
         return _keep_counters(read, self._counters)
 
@@ -333,6 +334,15 @@ class GateState:
         yield "hot_keys", (), stats["hot_keys"]
         yield "script_eval_errors", (), stats["script_errors"]
         yield "hot_keys_detected", (), stats["hot_keys_detected"]
+
+    def _overload(self, gate: DecisionSource) -> Iterator[tuple[str, Labels, float]]:
+        for scope, stats in gate.overload_stats().items():
+            yield "overload_limit", (scope,), stats.limit
+            yield "overload_in_flight", (scope,), stats.in_flight
+            yield "overload_latency_seconds", (scope, "now"), stats.latency
+            yield "overload_latency_seconds", (scope, "base"), stats.base_latency
+            for priority, count in stats.shed.items():
+                yield "overload_shed", (scope, priority), count
 
     def _on_store_event(self, event: Event) -> None:
         self._events.add((event.kind,))

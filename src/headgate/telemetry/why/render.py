@@ -81,6 +81,7 @@ def details(answer: RejectionReport, *, zone: tzinfo | None) -> list[str]:
     return [
         *([f"Client: {client}{asked}."] if client else []),
         *([f"Reason of the block: {_listed(answer.block_notes)}."] if answer.block_notes else []),
+        *([_shed(answer)] if answer.overloaded else []),
         *(_limit_details(each, zone) for each in answer.limits),
         *_reliability(answer),
     ]
@@ -100,8 +101,8 @@ def plain(answer: RejectionReport) -> dict[str, Any]:
 
 
 _PLAIN: Final = (
-    "labels", "rejected", "denied", "blocked", "block_notes", "unavailable", "passed", "degraded", "degraded_by",
-    "nodes", "lost", "is_cut",
+    "labels", "rejected", "denied", "blocked", "block_notes", "unavailable", "overloaded", "overload_notes", "passed",
+    "degraded", "degraded_by", "nodes", "lost", "is_cut",
 )  # fmt: skip
 """The fields of a report that need no conversion."""
 
@@ -192,6 +193,11 @@ def _exceeded(found: LimitDenials, answer: RejectionReport, zone: tzinfo | None)
         which = f"{_share(found.degraded, found.count)} {_were(found.degraded)}"
         sentences.append(f"{which} rejected during a temporary problem on our side, by a stricter limit than usual.")
     return " ".join(sentences)
+
+
+def _shed(answer: RejectionReport) -> str:
+    which = f"{_share(answer.overloaded, answer.rejected)} {_were(answer.overloaded)}"
+    return f"{which} rejected because the service was overloaded: {_listed(answer.overload_notes)}."
 
 
 def _advice(limits: Sequence[LimitDenials]) -> list[str]:

@@ -108,7 +108,10 @@ class RejectionReport:
     blocked: int
     block_notes: tuple[str, ...]
     unavailable: int
-    """Rejections on routes that fail closed, while the store was unavailable."""
+    """Rejections with status 503: on routes that fail closed while the store was unavailable, or shed."""
+    overloaded: int
+    """Those that were shed because the service was overloaded."""
+    overload_notes: tuple[str, ...]
     passed: float
     """Accepted requests, estimated from the sample."""
     degraded: int
@@ -146,6 +149,8 @@ def why(
         blocked=counts["blocked"],
         block_notes=tuple(dict.fromkeys(each.note for each in rejections if each.outcome == "blocked" and each.note)),
         unavailable=counts["unavailable"],
+        overloaded=sum(each.reason == "overloaded" for each in rejections),
+        overload_notes=tuple(dict.fromkeys(each.note for each in rejections if each.reason == "overloaded")),
         passed=sum(record.weight for record in records if record.outcome == "allowed"),
         degraded=sum(bool(record.degraded) for record in rejections),
         degraded_by=tuple(dict.fromkeys(record.degraded for record in rejections if record.degraded)),

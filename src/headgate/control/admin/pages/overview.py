@@ -122,8 +122,8 @@ def _notices(view: Overview) -> Iterator[tuple[str, str]]:
         )
     if view.totals.unavailable:
         requests = filters.count(view.totals.unavailable, "request was", "requests were")
-        title = f"{requests} rejected in the last minute because the store was unavailable."
-        yield title, "Their routes fail closed."
+        title = f"{requests} rejected with status 503 in the last minute."
+        yield title, "The store was unavailable on routes that fail closed, or requests were shed during overload."
 
 
 def _is(several: Sequence[object]) -> str:
