@@ -38,8 +38,8 @@ from django.views import View
 from headgate import Limit
 from headgate.adapters.django import DjangoRequest, HeadgateMiddleware, _gates, exempt, limit
 from headgate.gate.admission import current_admission
-from headgate.gate.base import OPTIONS
 from headgate.gate.gate import AsyncGate, Gate
+from headgate.gate.options import OPTIONS
 from headgate.policy.loader import read
 from headgate.testing import FakeClock
 from support.django_project import MIDDLEWARE

@@ -10,9 +10,9 @@ from aiohttp import web
 from headgate.adapters.asgi import finish_shielded
 from headgate.errors import InvalidConfiguration, Overloaded
 from headgate.gate.admission import UNLIMITED, Admission, enter_context
-from headgate.gate.base import check_options
 from headgate.gate.gate import AsyncGate
 from headgate.gate.mounts import AppRoute
+from headgate.gate.options import check_options
 from headgate.gate.view_limits import ViewAdmissions, ViewLimit, ViewRequest, exempt, is_exempt, view_name
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Handler
 
-    from headgate.gate.base import GateOptions
+    from headgate.gate.options import GateOptions
     from headgate.gate.responses import Header, Rejection
     from headgate.gate.view_limits import LimitDeclaration, View
     from headgate.policy.model import Policy

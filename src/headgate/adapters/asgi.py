@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
 from headgate.errors import InvalidInput, Overloaded
 from headgate.gate.admission import UNLIMITED, current_admission, enter_context, leave_context
-from headgate.gate.base import check_options
 from headgate.gate.gate import AsyncGate
 from headgate.gate.mounts import asgi_routes, find_root_path, split_mount
+from headgate.gate.options import check_options
 from headgate.leases import keep_task
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from headgate.gate.admission import Admission
-    from headgate.gate.base import GateOptions
     from headgate.gate.messages import MessageMeter, MessageVerdict
+    from headgate.gate.options import GateOptions
     from headgate.gate.responses import Header, Rejection
     from headgate.policy.model import Policy
 

@@ -12,8 +12,8 @@ from starlette.requests import HTTPConnection  # noqa: TC002 - FastAPI reads the
 from headgate.adapters.asgi import TRY_AGAIN_LATER, AsgiRequest, HeaderSend, refuse, run_lifespan, signed_in_user
 from headgate.errors import InvalidConfiguration, Overloaded
 from headgate.gate.admission import NOT_SERVED, UNLIMITED, Admission, current_admission, enter_context
-from headgate.gate.base import check_options
 from headgate.gate.gate import AsyncGate
+from headgate.gate.options import check_options
 from headgate.gate.view_limits import RATELIMIT_PREFIXES, LimitDeclaration
 from headgate.policy.model import AnswerSettings, IdentitySettings, Policy
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI, Request, WebSocket
 
     from headgate.adapters.asgi import App, Receive, Scope, Send
-    from headgate.gate.base import GateOptions
+    from headgate.gate.options import GateOptions
     from headgate.gate.responses import Header, Rejection
     from headgate.gate.view_limits import By
     from headgate.limits import Limit

@@ -19,8 +19,8 @@ import grpc
 from headgate.adapters.asgi import finish_shielded
 from headgate.errors import InvalidConfiguration, Overloaded
 from headgate.gate.admission import enter_context
-from headgate.gate.base import check_options
 from headgate.gate.gate import AsyncGate, Gate
+from headgate.gate.options import check_options
 from headgate.leases import keep_task
 
 try:  # not dependencies of grpcio
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from headgate.gate.admission import Admission
-    from headgate.gate.base import GateOptions
     from headgate.gate.messages import Direction, MessageMeter
+    from headgate.gate.options import GateOptions
     from headgate.gate.responses import Header, Rejection
     from headgate.policy.model import Policy
 

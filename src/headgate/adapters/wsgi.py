@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
 from headgate.errors import InvalidConfiguration, Overloaded
 from headgate.gate.admission import UNLIMITED, enter_context
-from headgate.gate.base import OPTIONS, check_options
 from headgate.gate.gate import Gate
+from headgate.gate.options import OPTIONS, check_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from os import PathLike
 
     from headgate.gate.admission import Admission, RequestInfo
-    from headgate.gate.base import GateOptions
+    from headgate.gate.options import GateOptions
     from headgate.gate.responses import Header, Rejection
     from headgate.policy.model import Policy
 

@@ -15,7 +15,7 @@ from headgate.cli.check import EXIT_UNREADABLE
 from headgate.cli.options import SECRET_FILE, Parser, add_command, read_api_key, read_secret
 from headgate.cli.terminal import RED, Terminal
 from headgate.errors import HeadgateError, InvalidInput
-from headgate.gate.base import SECRET_VARIABLE
+from headgate.gate.options import SECRET_VARIABLE
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

@@ -12,7 +12,7 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headgate.errors import InvalidInput
-from headgate.gate.base import SECRET_VARIABLE
+from headgate.gate.options import SECRET_VARIABLE
 from headgate.policy.api_keys import LONGEST_KEY
 
 if TYPE_CHECKING:

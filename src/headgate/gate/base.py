@@ -6,11 +6,10 @@ import importlib
 import logging
 import os
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias, Unpack, cast
 from uuid import uuid4
 from weakref import WeakSet
 
@@ -26,6 +25,16 @@ from headgate.gate.identity import IdentityExtractor
 from headgate.gate.messages import MessageMeter
 from headgate.gate.metering import QuotaDenial, QuotaMetering, void
 from headgate.gate.mounts import unreachable_paths
+from headgate.gate.options import (
+    ENGINE_OPTIONS,
+    SECRET_VARIABLE,
+    check_options,
+    checked_function,
+    checked_functions,
+    checked_interval,
+    checked_path,
+)  # fmt: skip
+from headgate.gate.regions import GateRegions
 from headgate.gate.responses import ResponseBuilder, health_response
 from headgate.gate.view_limits import has_view_limits, view_rules
 from headgate.keys import is_keyed_hash
@@ -34,14 +43,12 @@ from headgate.overload.load_shedder import LoadShedder
 from headgate.overload.steady_clock import steady_now_us
 from headgate.policy.api_keys import ApiKeyHasher, IdentityHashes
 from headgate.policy.file_watcher import PolicyWatcher
-from headgate.policy.model import Block, Identity, Policy, RegionSettings, Validity
-from headgate.policy.region_settings import REGION_OPTIONS, region_arguments, stay_objection
+from headgate.policy.model import Block, Identity, Policy, Validity
 from headgate.policy.snapshot import OTHER_API_KEYS, STRICTNESS, Snapshot, concurrency_settings
-from headgate.regions.residency import Residency
 from headgate.stores.operations import Check, Leave, Refund
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
     from os import PathLike
 
     from headgate.clock import Clock
@@ -54,7 +61,8 @@ if TYPE_CHECKING:
     from headgate.gate.messages import MessageCounts
     from headgate.gate.metering import QuotaCharge, QuotaRequest
     from headgate.gate.mounts import AppRoute
-    from headgate.gate.responses import HeaderTemplate, Rejection, RejectionBody
+    from headgate.gate.options import GateOptions
+    from headgate.gate.responses import HeaderTemplate, Rejection
     from headgate.gate.view_limits import LimitDeclaration
     from headgate.health import Health
     from headgate.keys import Key
@@ -65,17 +73,12 @@ if TYPE_CHECKING:
     from headgate.policy.snapshot import Resolution, RoutePlan
     from headgate.stores.memory import MemoryStore
 
-__all__ = ["OPTIONS", "SECRET_VARIABLE", "GateBase", "GateOptions", "PendingIdentities", "Steps", "check_options"]
+__all__ = ["GateBase", "PendingIdentities", "Steps"]
 
 logger = logging.getLogger("headgate")
 
 BUILT_IN_KINDS: Final = ("ip", "subnet", "api_key", "client", "endpoint")
 """The identities that a gate extracts by itself."""
-
-SECRET_VARIABLE: Final = "HEADGATE_SECRET"
-
-PUBLIC_KEY: Final = b"headgate regions"
-"""The key of hashes of identities that leave the region, if there is no secret."""
 
 MAX_LOGGED_WARNINGS: Final = 10
 
@@ -86,68 +89,6 @@ INVALID_POLICY: Final = "the newest version of the policy is invalid; the log of
 
 Steps: TypeAlias = "Generator[Any, Any, Any]"
 """Yields functions with their arguments, to be called and perhaps awaited; receives the results, or a StoreError."""
-
-
-class GateOptions(TypedDict, total=False):
-    """The options of a gate besides its policy and store; every adapter accepts them."""
-
-    control: Any
-    """The control plane: the config store's URL, or a `ControlPlane`. It supplies the policy and connects the decision
-    log, node status and metrics."""
-    identities: Mapping[str, IdentityFunction] | None
-    """Functions that return the identity of a request, by kind: {"user": ..., "tenant": ...}."""
-    secret: str | bytes | None
-    """Key of the API key hashes: 16 bytes or more, the same on all machines. Defaults to HEADGATE_SECRET."""
-    refusal_body: RejectionBody | None
-    """Builds the bodies of refusals."""
-    on_decision: DecisionHook | Observer | None
-    """Called inside each request with its decision; or an observer, such as a `DecisionLog`."""
-    reload_every: float | None
-    """Seconds between checks of the policy file for changes; None disables reloading."""
-    clock: Clock | None
-    namespace: str
-    budget: float | None
-    """Seconds that the store may take before a route's failure mode applies; None for the policy's setting."""
-    max_keys: int
-    on_event: Callable[[Event], Any] | None
-    """Called when the store is lost or recovered."""
-    region: str | None
-    """The region in which this process runs; None for that of the policy, or of HEADGATE_REGION."""
-    regions: Mapping[str, Any] | None
-    """The stores of all regions by name; None for those of the policy. See docs/regions.md."""
-    home: str | None
-    """The region that decides central limits; None for that of the policy."""
-    central_budget: float | None
-    """Seconds that the home region may take; None for the policy's setting."""
-    ledger: Any
-    """The ledger that quotas are charged to: a URL, or a `headgate.quotas.Ledger`. None for that of the policy, or for
-    the config store's database."""
-    idempotency_key: Callable[[RequestInfo], str | None] | None
-    """Returns the id of a request and of its repetitions, which quotas charge once; None to use the header."""
-    health_path: str | None
-    """Path of a health endpoint served by the gate: 200 while the store decides, else 503."""
-
-
-OPTIONS: Final = ("policy", "store", *GateOptions.__annotations__)
-"""The names of all options of a gate, and of every adapter."""
-
-ENGINE_OPTIONS: Final = ("clock", "namespace", "budget", "max_keys", "on_event")
-"""Those that are passed on to the engine of the gate's limiter."""
-
-
-def check_options(owner: str, options: Iterable[str], known: Sequence[str] = (*OPTIONS, "gate")) -> None:
-    """Raise InvalidConfiguration for unknown options; `owner` is the class or function that was called.
-
-    >>> check_options("HeadgateMiddleware", ["storage"])
-    Traceback (most recent call last):
-        ...
-    headgate.errors.InvalidConfiguration: HeadgateMiddleware has no option 'storage'; did you mean 'store'?
-    """
-    for name in options:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            remedy = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
-            raise InvalidConfiguration(f"{owner} has no option {name!r}; {remedy}")
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -223,17 +164,17 @@ class GateBase:
         control, secret, on_decision = options.get("control"), options.get("secret"), options.get("on_decision")
         if policy is None and control is None:
             raise TypeError("give a policy (a file's path, or a Policy), or control= (the URL of a config store)")
-        self._functions = _checked_functions(options.get("identities"))
-        self._refusal_body = _checked_function("refusal_body", options.get("refusal_body"))
+        self._functions = checked_functions(options.get("identities"))
+        self._refusal_body = checked_function("refusal_body", options.get("refusal_body"))
         self._events = EventStream()
         self._decision_hooks: tuple[DecisionHook, ...] = ()
         self._is_observed = False
         self._on_decision: DecisionHook | Observer | None = None
-        self.on_decision = on_decision if is_observer(on_decision) else _checked_function("on_decision", on_decision)
+        self.on_decision = on_decision if is_observer(on_decision) else checked_function("on_decision", on_decision)
         self._given_secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
         self._given_budget = options.get("budget")
-        reload_every = _checked_interval(options.get("reload_every", 1.0))
-        self._health_path = _checked_path(options.get("health_path"))
+        reload_every = checked_interval(options.get("reload_every", 1.0))
+        self._health_path = checked_path(options.get("health_path"))
         self.is_on = True
         """Set to False to admit every request without counting it."""
         self.serves_requests = True
@@ -242,23 +183,17 @@ class GateBase:
         self._engine_options: dict[str, Any] = {
             name: value for name, value in options.items() if name in ENGINE_OPTIONS
         }
-        self._region_options: dict[str, Any] = {
-            name: value for name, value in options.items() if name in REGION_OPTIONS
-        }
         self._lists: NetworkLists | None = None
         """The reputation lists; None until a policy has some."""
         self._failed_lists: set[str] = set()
         self._unmetered: set[str] = set()
         """Limits on messages that an adapter has not applied, and that were reported."""
         self._message_counts: MessageCounts = {}
-        self._started_with: RegionSettings | None = None
-        """The regions of the first policy; later changes of them take effect when the process is restarted."""
         self._random_secret = secrets.token_bytes(32)
         key = self.identity_secret
         self._hash_identity = IdentityHashes(key.encode() if isinstance(key, str) else key)
         """Keyed hashes of clients, as in the decision log and the status of the fleet."""
-        self._hash_leaving = self._hash_identity if self._given_secret is not None else IdentityHashes(PUBLIC_KEY)
-        """Hashes of identities that leave the region."""
+        self._regions = GateRegions(options, self._hash_identity, has_secret=self._given_secret is not None)
         self.policy_watcher: Any = None
         """Follows the policy file or the config store; None for a fixed policy."""
         self._shedders: dict[str, LoadShedder] = {}
@@ -275,7 +210,7 @@ class GateBase:
             clock=options.get("clock"),
             new_waiter=self._waiter_type,
             on_event=lambda kind, text: self._local.event_emitter.emit(kind, text),
-            idempotency_key=_checked_function("idempotency_key", options.get("idempotency_key")),
+            idempotency_key=checked_function("idempotency_key", options.get("idempotency_key")),
         )
         if plane is not None:
             policy = plane.policy_source(policy, secret=self._given_secret)
@@ -590,8 +525,8 @@ class GateBase:
         """Add the block of a client that was blocked on the live block list."""
         who = resolution.who
         found = self._blocks.find(who, now_us, self._hash_identity)
-        if found is None and self._hash_leaving is not self._hash_identity:  # a block of another region
-            found = self._blocks.find(who, now_us, self._hash_leaving)
+        if found is None and self._regions.hash_leaving is not self._hash_identity:  # a block of another region
+            found = self._blocks.find(who, now_us, self._regions.hash_leaving)
         if found is None and OTHER_API_KEYS in who:
             keys = who[OTHER_API_KEYS].split()
             found = next(filter(None, [self._blocks.find({"api_key": key}, now_us) for key in keys]), None)
@@ -722,9 +657,12 @@ class GateBase:
         names = ("identity", "answers", "on_failure", "regions", "name")
         shared: Any = {name: getattr(active.policy, name) for name in names}
         policy = Policy(rules=tuple(rules), **shared)
-        self._check_regions(policy)
+        self._regions.check(policy, self._limiter.engine)
         api_keys = ApiKeyHasher(self._secret(policy))
-        options: Any = {"hash_shared": self._shared_hash(policy), "trusts_keys": "api_key" in self._functions}
+        options: Any = {
+            "hash_shared": self._regions.shared_hash(policy, self._limiter.engine),
+            "trusts_keys": "api_key" in self._functions,
+        }
         snapshot = Snapshot(policy, api_keys.fingerprint, **options, view=view)
         snapshot.vouched_keys = active.vouched_keys
         return self._compiled(snapshot, api_keys, {**self._functions, **functions}, active)
@@ -745,7 +683,10 @@ class GateBase:
                 "the policy blocks clients by their keyed hash, which this node can't compute: give secret=, or set %s",
                 SECRET_VARIABLE,
             )
-        options: Any = {"hash_shared": self._shared_hash(policy), "trusts_keys": "api_key" in self._functions}
+        options: Any = {
+            "hash_shared": self._regions.shared_hash(policy, self._limiter.engine),
+            "trusts_keys": "api_key" in self._functions,
+        }
         snapshot = Snapshot(policy, api_keys.fingerprint, self._hash_identity, lists=self._lists, **options)
         return self._compiled(snapshot, api_keys, self._functions, snapshot)
 
@@ -763,68 +704,14 @@ class GateBase:
 
     def _open_limiter(self, policy: Policy) -> None:
         """Create the limiter: its regions may come from the first policy."""
-        self._store, region_options = region_arguments(policy.regions, self._store, self._region_options)
+        self._store, region_options = self._regions.open(policy, self._store)
         engine = self._engine_type(self._store, **self._engine_options, **region_options)
         self.replace_limiter(self._limiter_type(engine), self._engine_options.get("clock"))
-        self._started_with = policy.regions
-
-    def _check_regions(self, policy: Policy) -> None:
-        """Raise InvalidConfiguration for limits that the regions of this process cannot share."""
-        engine = self._limiter.engine
-        if engine.memory is not None:
-            return  # counts every limit in its own memory
-        for limit in policy.region_limits:
-            if engine.router is None:
-                what = f"limit {limit.name!r} is {limit.region}, and this process "
-                if policy.regions is not None and policy.regions.stores:
-                    raise InvalidConfiguration(f"{what}was started without regions; restart it")
-                remedy = "add regions: to the policy, or give region=, regions= and home="
-                raise InvalidConfiguration(f"{what}has no regions; {remedy}")
-            engine.bound(limit)
-        settings = policy.regions or RegionSettings()
-        for rule in policy.rules:
-            if (cannot := stay_objection(rule, settings)) is not None:  # of a view; a file is checked before
-                raise InvalidConfiguration(cannot)
-
-    def _residency(self, policy: Policy) -> Residency:
-        settings, prefix = policy.regions or RegionSettings(), policy.identity.ipv6_prefix
-        hashes = None if settings.identities == "plain" else self._hash_leaving
-        return Residency(hashes, frozenset(settings.stay), prefix)
-
-    def _shared_hash(self, policy: Policy) -> IdentityHashes | None:
-        """The function that hashes identities which leave the region; None if none do, or in plain text."""
-        form = None if policy.regions is None else policy.regions.identities
-        leaving = [rule.name for rule in policy.rules if rule.by and rule.leaves_region]
-        if not leaving or self._memory is not None or form == "plain":
-            return None
-        if self._given_secret is not None:
-            return self._hash_leaving
-        problem = f"limit {leaving[0]!r} shares identities with other regions as hashes, and there is no secret"
-        remedy = f"give secret=, or set {SECRET_VARIABLE}, to the same 16 or more random bytes on every machine"
-        if form == "hashed":
-            raise InvalidConfiguration(f"{problem} to key them with: {remedy}")
-        logger.warning("%s to key them with, so that they can be guessed: %s", problem, remedy)
-        return self._hash_leaving
-
-    def _central_budget(self, policy: Policy) -> float | None:
-        """Seconds that the home region may take; None for what it has now."""
-        given: float | None = self._region_options.get("central_budget")
-        settings = policy.regions
-        return given if given is not None or settings is None else settings.central_budget.total_seconds()
-
-    def _warn_of_regions(self, policy: Policy) -> None:
-        before, after = self._started_with, policy.regions
-        if before is None or after is None:
-            is_changed = before is not after and self._memory is None
-        else:
-            is_changed = (before.own, before.home, before.stores) != (after.own, after.home, after.stores)
-        if is_changed:
-            logger.warning("policy %s: regions: has changed, which takes effect after a restart", policy.name)
 
     def _activate(self, policy: Policy) -> None:
         if not hasattr(self, "_limiter"):
             self._open_limiter(policy)
-        self._check_regions(policy)
+        self._regions.check(policy, self._limiter.engine)
         if policy.lists and self._lists is None:
             self._lists = _network_lists(self._on_list_change)
         if self._lists is not None:
@@ -845,12 +732,12 @@ class GateBase:
             lease_us=settings.lease // timedelta(microseconds=1),
             announced=active.snapshot.announced_limits(self.now_us()),
             never_leased=active.snapshot.never_leased,
-            central_budget=self._central_budget(policy),
+            central_budget=self._regions.central_budget(policy),
         )
         self._configure_concurrency(policy)
-        self._warn_of_regions(policy)
+        self._regions.warn_of_change(policy, self._limiter.engine)
         if self._limiter.engine.router is not None:
-            self._limiter.engine.router.residency = self._residency(policy)
+            self._limiter.engine.router.residency = self._regions.residency(policy)
         before = getattr(self, "active_policy", None)
         self.active_policy = active
         if before is not None:
@@ -1027,27 +914,3 @@ def _network_lists(on_change: Callable[[ListWatcher], None]) -> NetworkLists:
     """The reputation lists of a gate; imported lazily, as most policies have none."""
     found: NetworkLists = importlib.import_module("headgate.policy.lists.list_watcher").NetworkLists(on_change)
     return found
-
-
-def _checked_functions(identities: Mapping[str, IdentityFunction] | None) -> dict[str, IdentityFunction]:
-    if not isinstance(identities or {}, Mapping):
-        raise InvalidConfiguration(f"identities {identities!r}: give functions by kind, like {{'user': function}}")
-    return {kind: _checked_function(f"identities[{kind!r}]", function) for kind, function in (identities or {}).items()}
-
-
-def _checked_function(name: str, function: Any) -> Any:
-    if function is not None and not callable(function):
-        raise InvalidConfiguration(f"{name} {function!r} cannot be called: give a function")
-    return function
-
-
-def _checked_interval(seconds: float | None) -> float | None:
-    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0):
-        raise InvalidConfiguration(f"reload_every {seconds!r}: give seconds above 0, or None to disable reloading")
-    return seconds
-
-
-def _checked_path(path: str | None) -> str | None:
-    if path is not None and (not isinstance(path, str) or not path.startswith("/")):
-        raise InvalidConfiguration(f"health_path {path!r}: give a path with a leading slash, like '/headgate/health'")
-    return path

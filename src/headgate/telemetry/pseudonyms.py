@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate.errors import InvalidConfiguration
-from headgate.gate.base import SECRET_VARIABLE
+from headgate.gate.options import SECRET_VARIABLE
 from headgate.policy.addresses import Networks, canonical
 from headgate.policy.api_keys import PREFIX, ApiKeyHasher, IdentityHashes
 from headgate.policy.model import NET_SUFFIX

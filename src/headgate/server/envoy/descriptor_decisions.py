@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from headgate.clock import SystemClock
 from headgate.decisions import Decision
 from headgate.gate.admission import Shadow
-from headgate.gate.base import SECRET_VARIABLE
 from headgate.gate.event_stream import DecisionEvent, EventStream
+from headgate.gate.options import SECRET_VARIABLE
 from headgate.policy.addresses import canonical
 from headgate.policy.api_keys import ApiKeyHasher
 from headgate.policy.model import Block, Identity, Policy, Rule

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate.errors import InvalidInput
-from headgate.gate.base import SECRET_VARIABLE
+from headgate.gate.options import SECRET_VARIABLE
 from headgate.policy.addresses import canonical
 from headgate.policy.api_keys import PREFIX
 from headgate.telemetry.decision_log.record import LOST
