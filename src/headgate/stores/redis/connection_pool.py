@@ -173,7 +173,7 @@ class SyncConnection:
 
 def socket_of(connection: Any) -> Any:
     """The socket of a connection of redis-py, which has no public way to it."""
-    return connection._sock  # noqa: SLF001
+    return connection._sock  # noqa: SLF001 - see the docstring
 
 
 def close_when_collected(connection: Any) -> None:
