@@ -40,6 +40,7 @@ HOW_TO = {
         "rollouts",
         "blocks",
         "lists",
+        "abuse",
         "overload",
         "metrics",
         "decision-log",

@@ -59,7 +59,7 @@ LAYERS = (
     {"telemetry"},
     {"adapters", "clients"},
     {"gate"},
-    {"policy"},
+    {"abuse", "policy"},
     {"__init__"},
     {"limiter"},
     {"engine"},

@@ -11,6 +11,7 @@ from headgate._pace import release
 from headgate.calendars import Calendar
 from headgate.errors import InvalidLimit
 from headgate.policy import model
+from headgate.policy.abuse_settings import build_abuse_settings
 from headgate.policy.lint import (
     RouteCosts,
     check_costs,
@@ -92,6 +93,9 @@ class Builder:
         made = model.Policy(rules, tuple(routes), self._tiers, default_tier, clients, overrides, blocked)
         named = {name: entry.fields[name] for name in ("overload", "on_failure", "name") if name in entry.fields}
         settings: dict[str, Any] = {"identity": identity, "answers": answers, "store": store, "regions": self._regions}
+        if "abuse" in entry.fields:
+            section, path = entry.fields["abuse"], entry.at("abuse")
+            settings["abuse"] = build_abuse_settings(section, path, self._problems, self._warnings, self._identity)
         ledger = model.LedgerSettings(**entry.fields["quotas"].fields) if "quotas" in entry.fields else made.ledger
         return replace(made, lists=self._lists(drafts, blocked), ledger=ledger, **settings, **named)
 

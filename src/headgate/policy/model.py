@@ -17,6 +17,7 @@ from headgate.overload.gradient import ConcurrencySettings
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from headgate.abuse.model import AbuseSettings
     from headgate.limits import Limit
     from headgate.overload.load_shedder import Priority
     from headgate.policy.routes import Template
@@ -349,6 +350,8 @@ class Policy:
     ledger: LedgerSettings = LedgerSettings()
     overload: OverloadSettings | None = None
     """The concurrency limit of each process; None for no limit."""
+    abuse: AbuseSettings | None = None
+    """The scenarios that detect attacks; None for none."""
     on_failure: RouteMode = "open"
     """For routes and rules without a failure mode."""
     name: str = "policy"

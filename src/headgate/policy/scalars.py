@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from headgate import _limit_syntax
 from headgate._limit_syntax import Phrase, suggest
+from headgate.abuse.model import ADDRESS_GROUPS, ActionStep
 from headgate.calendars import UNITS, Calendar
 from headgate.errors import InvalidInput, InvalidLimit
 from headgate.local.networks import NAT64
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "HORIZON", "IDENTITIES", "VARIABLE", "OutOfRange", "address", "address_or_hash", "api_key", "by", "choice",
-    "client_starts", "column", "draft", "duration", "duration_between", "factor_or_off", "first_day", "flag",
-    "foreign_limit", "header", "header_name", "identity", "instant", "kind", "label", "ledger_url", "list_header",
-    "list_name", "list_source", "method", "name", "numbers", "own_region", "period", "proxy", "rate", "refusal",
-    "region", "route", "safe_share", "share", "show", "size", "status_test", "store_url", "subnet", "text", "time_zone",
-    "tolerance", "url", "variable", "whole",
+    "HORIZON", "IDENTITIES", "VARIABLE", "OutOfRange", "action_step", "address", "address_or_hash", "api_key", "by",
+    "challenge_url", "choice", "client_starts", "column", "draft", "duration", "duration_between", "factor_or_off",
+    "first_day", "flag", "foreign_limit", "header", "header_name", "identity", "instant", "kind", "label", "ledger_url",
+    "list_header", "list_name", "list_source", "method", "name", "numbers", "own_region", "period", "proxy", "rate",
+    "refusal", "region", "route", "safe_share", "scenario_group", "share", "show", "signal_share", "size",
+    "status_test", "store_url", "subnet", "switch", "text", "time_zone", "tolerance", "url", "variable", "whole",
 ]  # fmt: skip
 
 IDENTITIES: Final = ("ip", "subnet", "user", "api_key", "tenant", "endpoint", "client")
@@ -547,6 +548,81 @@ def kind(value: object) -> str:
     if len(kinds) != 1 or kinds[0] in ("client", "endpoint"):
         raise InvalidInput(f"{show(value)} is not one kind of identity; write {wanted}")
     return kinds[0]
+
+
+_STEP: Final = re.compile(
+    r"\s*(?P<action>[a-z]+)(?:\s+(?P<amount>[0-9]+\s*[a-z]*))?\s+for\s+(?P<duration>[0-9]*\s*[A-Za-z]+)\s*"
+)
+_STEP_FORM: Final = (
+    'write it like "tighten 4 for 10 minutes", "delay 2 seconds for 10 minutes", "challenge for 10 minutes" or '
+    '"block for 1 hour"'
+)
+_LONGEST_STEP: Final = timedelta(days=30)
+
+
+def action_step(value: object) -> ActionStep:
+    """Parse an action against a client with its duration, like "block for 1 hour"."""
+    if type(value) is not str:
+        raise refusal(value, 'an action and its duration, like "block for 1 hour"')
+    match = _STEP.fullmatch(value)
+    if match is None:
+        raise InvalidInput(f"cannot read {show(value)}; {_STEP_FORM}")
+    action, amount = match["action"], match["amount"]
+    if action not in ("tighten", "delay", "challenge", "block"):
+        raise InvalidInput(f"unknown action {show(action)}; {_STEP_FORM}")
+    duration = _duration(match["duration"], "a duration from 1 second to 30 days", timedelta(seconds=1), _LONGEST_STEP)
+    if amount is None:
+        return ActionStep(action, duration)  # type: ignore[arg-type]
+    if action == "delay":
+        wanted = "a delay from 1 ms to 10 seconds"
+        delay = _duration(amount, wanted, timedelta(milliseconds=1), timedelta(seconds=10))
+        return ActionStep("delay", duration, delay=delay)
+    if action != "tighten" or not amount.isdecimal():
+        raise InvalidInput(f"cannot read {show(amount)} in {show(value)}; {_STEP_FORM}")
+    if not 2 <= int(amount) <= 1000:
+        raise InvalidInput(f"{amount} is out of bounds; limits are divided by 2 to 1000")
+    return ActionStep("tighten", duration, factor=int(amount))
+
+
+def challenge_url(value: object) -> str:
+    """Parse the target of a redirect: a path of the app, or a URL."""
+    if type(value) is str and value.startswith("/") and not value.startswith("//") and _is_plain(value):
+        return value
+    return url(value)
+
+
+def _is_plain(written: str) -> bool:
+    return written.isascii() and written.isprintable() and not set(written) & set(' "<>\\')
+
+
+def signal_share(value: object) -> float:
+    """Parse the threshold of a share of the requests."""
+    return float(_percentage(value, "a share from 1% to 100%, like 50%", Fraction(1, 100), Fraction(1)))
+
+
+def scenario_group(value: object) -> str:
+    """Parse the group whose requests a scenario takes together."""
+    wanted = f"a kind of identity, or one of {', '.join(ADDRESS_GROUPS)}"
+    if type(value) is str and value in ADDRESS_GROUPS:
+        return value
+    kinds = by(value)
+    if len(kinds) != 1 or kinds[0] == "client":
+        raise InvalidInput(f"{show(value)} is not one group; write {wanted}")
+    return kinds[0]
+
+
+def switch(value: object) -> str:
+    """Parse "on", "off" or "shadow", also where a format reads truth values."""
+    word = _word(value)
+    if word is True or word in ("on", "On", "ON"):
+        return "on"
+    if _is_off(word):
+        return "off"
+    if word == "shadow":
+        return "shadow"
+    if isinstance(word, str):
+        raise InvalidInput(f"unknown word {show(word)}; {suggest(word, ['on', 'off', 'shadow'])}")
+    raise refusal(value, "on, off or shadow")
 
 
 _FOREIGN: Final = re.compile(

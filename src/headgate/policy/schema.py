@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from headgate._limit_syntax import WEEK, Phrase, suggest
+from headgate.abuse.model import COUNT_SIGNALS, SHARE_SIGNALS, ActionStep
 from headgate.algorithms import ALGORITHMS
 from headgate.calendars import Calendar
 from headgate.errors import InvalidConfiguration, InvalidInput, InvalidLimit
@@ -14,6 +15,7 @@ from headgate.limits import REGION_MODES
 from headgate.overload.gradient import ConcurrencySettings
 from headgate.overload.load_shedder import PRIORITIES
 from headgate.policy import scalars
+from headgate.policy.formats.document import Unreadable
 from headgate.policy.model import OverloadSettings
 from headgate.policy.quota_terms import QuotaTerms, no_rate
 
@@ -163,7 +165,8 @@ class OneOf:
         return _mismatch(value, path, problems, self.wanted) if kind is None else kind.read(value, path, problems)
 
     def schema(self) -> JsonSchema:
-        return {"anyOf": [kind.schema() for kind in self.kinds.values()]}
+        kinds = {id(kind): kind for kind in self.kinds.values()}
+        return {"anyOf": [kind.schema() for kind in kinds.values()]}
 
 
 @dataclass(slots=True, eq=False)
@@ -777,6 +780,156 @@ VALIDITY: Final = {
     "reason": Field(LABEL, "Why; for those who read the policy, and the decision log."),
 }
 
+_MOST_SECONDS: Final = timedelta(days=30)
+_STEP_DURATION: Final = _text(
+    scalars.duration_between(timedelta(seconds=1), _MOST_SECONDS, example="10 minutes"), "10 minutes", "1 hour"
+)
+_QUIET: Final = _text(scalars.duration_between(timedelta(), _MOST_SECONDS, example="1 hour"), "1 hour")
+
+
+def _step(settings: StructValue, problems: PolicyProblems) -> Any:
+    fields = dict(settings.fields)
+    action = fields.get("action")
+    if action is None or "duration" not in fields:
+        missing = "an action without a duration; add one like for: 10 minutes"
+        problems.add(
+            settings.path, 'a step without an action; add one like action: "block"' if action is None else missing
+        )
+        return BROKEN
+    for name, owner in (("factor", "tighten"), ("delay", "delay"), *[(each, "challenge") for each in _CHALLENGE]):
+        if name in fields and action != owner:
+            settings.report(name, f"{name} is for {owner}, and this step is {action}; leave it out")
+            return BROKEN
+    if (fields.get("mode") == "redirect") != ("url" in fields):
+        settings.report("mode", "mode: redirect and url belong together; write both, or neither")
+        return BROKEN
+    return ActionStep(**fields)
+
+
+_CHALLENGE: Final = ("mode", "url", "difficulty")
+_STEP: Final = OneOf(
+    {
+        str: Scalar(
+            scalars.action_step,
+            {
+                "type": "string",
+                "examples": ["block for 1 hour", "challenge for 10 minutes", "delay 2 s for 10 minutes"],
+            },
+        ),
+        dict: Struct(
+            "a step",
+            {
+                "action": Field(_choice("tighten", "delay", "challenge", "block"), "What happens to the client."),
+                "for": Field(_STEP_DURATION, "For how long; longer, if the client is found again.", "duration"),
+                "duration": Field(_STEP_DURATION, "The same as for."),
+                "factor": Field(_whole(2, 1000, example=4), "Of tighten: limits are divided by it; 4 by default."),
+                "delay": Field(
+                    _text(scalars.duration_between(_SHORTEST, timedelta(seconds=10), example="2 seconds"), "2 seconds"),
+                    "Of delay: how much is added to each request; 2 seconds by default.",
+                ),
+                "mode": Field(
+                    _choice("page", "redirect", "app"),
+                    "Of challenge: a page with a proof of work (default), a redirect, or a header for the app.",
+                ),
+                "url": Field(_text(scalars.challenge_url, "/captcha"), "Of a challenge by redirect: where to."),
+                "difficulty": Field(_whole(8, 24, example=17), "Of a challenge: the bits of its proof of work."),
+            },
+            _step,
+            example="like {action: block, for: 1 hour}",
+        ),
+    },
+    'an action and its duration, like "block for 1 hour"',
+)
+_THRESHOLDS: Final = Struct(
+    "thresholds",
+    {
+        **{
+            name: Field(_whole(1, 10_000_000, example=20), f"At least so many {name} per window.")
+            for name in COUNT_SIGNALS
+        },
+        **{
+            name: Field(
+                _text(scalars.signal_share, "50%"),
+                f"At least such a share of the requests is {name}: see docs/abuse.md.",
+            )
+            for name in SHARE_SIGNALS
+        },
+    },
+    example="like {accounts: 20, refused: 50%}",
+)
+SCENARIO_FIELDS: Final = Struct(
+    "a scenario",
+    {
+        "path": Field(_PATHS, "The routes that it looks at: one template, or a list; all by default."),
+        "endpoint": Field(_PATHS, "The same as path.", "path"),
+        "route": Field(_PATHS, "The same as path.", "path"),
+        "class": Field(_CLASSES, "The classes of routes that it looks at."),
+        "classes": Field(_CLASSES, "The same as class.", "class"),
+        "methods": Field(METHODS, "The methods that it looks at; all by default."),
+        "method": Field(METHODS, "The same as methods.", "methods"),
+        "by": Field(_text(scalars.scenario_group, "ip", "agent"), "Whose requests are taken together."),
+        "group_by": Field(_text(scalars.scenario_group, "ip"), "The same as by.", "by"),
+        "when": Field(_THRESHOLDS, "The thresholds, all of which must be reached within the window."),
+        "each": Field(
+            _THRESHOLDS,
+            "Of the addresses in a group by agent, asn, endpoint or global: those that count, and are found.",
+        ),
+        "window": Field(
+            _text(
+                scalars.duration_between(timedelta(seconds=10), timedelta(hours=1), example="5 minutes"), "5 minutes"
+            ),
+            "The time in which signals are counted; 5 minutes by default.",
+        ),
+        "account": Field(
+            _text(scalars.kind, "account"), "The kind of identity that accounts: counts; account by default."
+        ),
+        "steps": Field(
+            ListOf(_STEP, '["challenge for 10 minutes", "block for 1 hour"]', or_one=True),
+            "What happens to a client that is found, and to one that is found again.",
+        ),
+        "action": Field(ListOf(_STEP, '"block for 1 hour"', or_one=True), "The same as steps.", "steps"),
+        "shadow": Field(FLAG, "Reported only: no step applies."),
+        "decay": Field(_QUIET, "The quiet time after which a client loses a step; 1 hour by default."),
+        "longest": Field(_STEP_DURATION, "To which the duration of repeated actions grows; 1 day by default."),
+        "grace": Field(_QUIET, "The time without actions after an operator has undone one; 1 hour by default."),
+    },
+    example="like {by: ip, when: {accounts: 20}}",
+    remedies={
+        "signal": "write the signal and its threshold as when: {accounts: 20}",
+        "threshold": "write the signal and its threshold as when: {accounts: 20}",
+        "filter": "name routes with path: or class:, and methods with methods:",
+        "duration": "for the time in which signals are counted, write window:",
+    },
+)
+_SWITCH: Final = Scalar(scalars.switch, {"enum": ["on", "off", "shadow", True, False]})
+_SWITCHES: Final[Mapping[type, FieldType]] = dict.fromkeys((str, bool, Unreadable), _SWITCH)
+_SCENARIOS: Final = MapOf(
+    NAME,
+    OneOf({**_SWITCHES, dict: SCENARIO_FIELDS}, "on, off, shadow, or a mapping with the fields of a scenario"),
+    "{credential-stuffing: on}",
+)
+
+
+def _abuse(who: Mapping[str, Field]) -> OneOf:
+    settings = Struct(
+        "settings",
+        {
+            "scenarios": Field(
+                OneOf(
+                    {**_SWITCHES, list: ListOf(NAME, "[credential-stuffing, scraping]"), dict: _SCENARIOS},
+                    "on, shadow, a list of names, or a mapping by name",
+                ),
+                "The scenarios in force: all that are shipped, some of them by name, or your own.",
+            ),
+            "allow": Field(
+                ListOf(Struct("a client", who, example="like {ip: 192.0.2.0/24}"), "[{ip: 192.0.2.0/24}]"),
+                "Clients against whom no action is taken.",
+            ),
+        },
+        example="like {scenarios: {credential-stuffing: on}}",
+    )
+    return OneOf({**_SWITCHES, dict: settings}, "on, shadow, or settings")
+
 
 def policy(kinds: Iterable[str] = ()) -> Struct:
     """The schema of a policy with these custom kinds of identity."""
@@ -823,6 +976,10 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
             "store": Field(STORE, "Budget, denial cache, prepaid tokens, and behaviour during outages."),
             "quotas": Field(LEDGER, "The ledger that quotas are charged to."),
             "regions": Field(REGIONS, "The stores of all regions, and the identities that may leave a region."),
+            "abuse": Field(
+                _abuse({**WHO, **own}),
+                "Scenarios that detect attacks, with actions against those found: on, or settings.",
+            ),
             "lists": Field(LISTS, "Reputation lists: networks from files and URLs, for blocked and limits."),
             "overload": Field(
                 _overload("adaptive"), "A limit on the requests in progress in each process: adaptive, or a number."
