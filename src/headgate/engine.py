@@ -23,6 +23,7 @@ from headgate.failure import FailurePolicy, FleetShare
 from headgate.keys import escape
 from headgate.leases import HoldTimes
 from headgate.local.block_list import LiveBlock
+from headgate.local.live_clients import LiveClientStore
 from headgate.local.maintenance import MaintenanceThread
 from headgate.local.prepaid import RefillCheck
 from headgate.local.single_flight import SingleFlight
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from headgate.failure import FailureMode, Fallback
     from headgate.health import Health
     from headgate.limits import Limit
-    from headgate.local.block_list import BlockList
+    from headgate.local.live_clients import LiveClients
     from headgate.regions.cost import RegionCost
     from headgate.regions.model import Regions
     from headgate.stores.operations import Call, Check
@@ -164,13 +165,13 @@ class Engine:
             self.store.warm(wait=FIRST_CONNECTION_TIMEOUT_S)
 
     @classmethod
-    def over_memory(cls, store: MemoryStore, clock: Clock | None, block_list: BlockList | None = None) -> Self:
+    def over_memory(cls, store: MemoryStore, clock: Clock | None, live_clients: LiveClients | None = None) -> Self:
         """An engine on a memory store that another owner closes."""
         engine = cls(clock=clock)
         engine.store = engine.memory = store
         engine._owns_store = False
-        if block_list is not None:
-            engine.local.block_list = block_list
+        if live_clients is not None:
+            engine.local.live_clients = live_clients
         return engine
 
     def _open_store(self, url: Any, **options: Any) -> Any:
@@ -257,7 +258,7 @@ class Engine:
         if self.maintenance is not None:
             with closing(self.store.background_client()) as client:
                 client.block(kind, value, until_us=until_us, reason=reason)
-        self.local.block_list.set(*block)
+        self.local.live_clients.blocks.set(*block)
         if self.worker is not None and (notice := self.router.residency.notice(kind, value, reason)):
             self.worker.ensure_exchange().post_block(notice.kind, notice.value, until_us=until_us, reason=notice.reason)
 
@@ -265,10 +266,10 @@ class Engine:
         """True if there was such a block."""
         kind, value, _, _ = block
         if self.maintenance is None:
-            return self.local.block_list.drop(kind, value)
+            return self.local.live_clients.blocks.drop(kind, value)
         with closing(self.store.background_client()) as client:
             existed: bool = client.unblock(kind, value)
-        self.local.block_list.drop(kind, value)
+        self.local.live_clients.blocks.drop(kind, value)
         if self.worker is not None and (notice := self.router.residency.notice(kind, value)):
             self.worker.ensure_exchange().post_unblock(notice.kind, notice.value)
         return existed
@@ -276,9 +277,13 @@ class Engine:
     def blocks(self) -> list[LiveBlock]:
         if self.maintenance is None:
             now_us = (self.clock or SystemClock()).now_us()
-            return [block for block in self.local.block_list if block.applies_at(now_us)]
+            return [block for block in self.local.live_clients.blocks if block.applies_at(now_us)]
         with closing(self.store.background_client()) as client:
             return [LiveBlock(*block) for block in client.blocks()]
+
+    def live_client_store(self) -> LiveClientStore:
+        """Reads and writes the blocks and restrictions that all nodes share."""
+        return LiveClientStore(self.local.live_clients, None if self.maintenance is None else self.store)
 
     def stopwatch(self) -> Callable[[], float]:
         """A function that returns the seconds since this call, on the clock by which the engine waits."""

@@ -922,9 +922,8 @@ def test_pubsub_survives_invalid_messages(server: RedisServer, said: bytes) -> N
             wait_until(lambda: client.publish("headgate:%news", b"forget a:b:c") == 1, "somebody to listen")
             client.publish("headgate:%news", said)
         other.block("tenant", "acme")
-        wait_until(
-            lambda: [block.value for block in limiter.engine.local.block_list] == ["acme"], "the block", timeout=5
-        )
+        blocks = limiter.engine.local.live_clients.blocks
+        wait_until(lambda: [block.value for block in blocks] == ["acme"], "the block", timeout=5)
 
 
 def test_messages_of_another_database_are_ignored(server: RedisServer) -> None:
@@ -932,13 +931,13 @@ def test_messages_of_another_database_are_ignored(server: RedisServer) -> None:
         limiter.engine.maintenance.needs_block_list = True  # type: ignore[union-attr] # as behind a gate
         limiter.engine.maintenance.ensure()  # type: ignore[union-attr]
         other.block("user", "eve")
-        wait_until(lambda: len(limiter.engine.local.block_list) == 1, "the block")
+        wait_until(lambda: len(limiter.engine.local.live_clients.blocks) == 1, "the block")
         with server.client(db=15) as client:
             client.publish("headgate:%news", 'block {"until_us":null,"kind":"ip","value":"0.0.0.0/0","reason":null}')
             client.publish("headgate:%news", 'unblock {"kind":"user","value":"eve"}')
             client.publish("headgate:%news", 'block {"kind":"user","value":"eve"}')
         other.block("user", "last")
-        wait_until(lambda: limiter.engine.local.block_list.find({"user": "last"}, 0), "a genuine message")
-        assert limiter.engine.local.block_list.find({"ip": "203.0.113.9"}, 0) is None
-        assert limiter.engine.local.block_list.find({"user": "eve"}, 0) is not None
+        wait_until(lambda: limiter.engine.local.live_clients.blocks.find({"user": "last"}, 0), "a genuine message")
+        assert limiter.engine.local.live_clients.blocks.find({"ip": "203.0.113.9"}, 0) is None
+        assert limiter.engine.local.live_clients.blocks.find({"user": "eve"}, 0) is not None
         assert limiter.stats["ignored_messages"] == 1

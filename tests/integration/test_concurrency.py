@@ -542,7 +542,7 @@ def test_child_forked_during_a_request_works_and_ends(server: RedisServer, uniqu
         assert kept is not None
         wait_until(lambda: kept._thread is not None and kept.knows_fleet_size, "the keeper")
         farewell = kept._finalizer
-        locks = [front.block_list._lock, front.denial_cache._lock, front.prepaid._lock, front.ledger._lock]
+        locks = [front.live_clients.blocks._lock, front.denial_cache._lock, front.prepaid._lock, front.ledger._lock]
         locks += [kept._lock, kept._client._lock]
         for lock in locks:
             with lock:
@@ -551,7 +551,7 @@ def test_child_forked_during_a_request_works_and_ends(server: RedisServer, uniqu
                     status = 1
                     try:
                         signal.alarm(10)
-                        front.block_list.set("tenant", "acme", None, None)
+                        front.live_clients.blocks.set("tenant", "acme", None, None)
                         status = 0 if limiter.check(key).degraded is None else 2
                         farewell()  # what is done at the end must not wait, either
                     finally:

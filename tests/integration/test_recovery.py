@@ -243,18 +243,18 @@ def test_block_reaches_all_processes(server: RedisServer, unique: str) -> None:
     with Limiter(server.url) as one, Limiter(server.url) as other:
         other.engine.join_fleet()
         one.block("ip", "203.0.113.0/24", reason="a scan")
-        wait_until(lambda: other.engine.local.block_list.find({"address": "203.0.113.9"}, 0), "the news")
+        wait_until(lambda: other.engine.local.live_clients.blocks.find({"address": "203.0.113.9"}, 0), "the news")
         assert [(block.kind, block.value, block.reason) for block in one.blocked()] == [
             ("ip", "203.0.113.0/24", "a scan")
         ]
         server.kill()
-        assert other.engine.local.block_list.find({"address": "203.0.113.9"}, 0)  # the last that is known
+        assert other.engine.local.live_clients.blocks.find({"address": "203.0.113.9"}, 0)  # the last that is known
         with pytest.raises(StoreUnavailable):
             one.unblock("ip", "203.0.113.0/24")
         server.start()
         one.block("ip", "203.0.113.0/24")
         assert one.unblock("ip", "203.0.113.0/24")
-        wait_until(lambda: not other.engine.local.block_list, "the news of its end")
+        wait_until(lambda: not other.engine.local.live_clients.blocks, "the news of its end")
 
 
 def test_refund_by_another_process_ends_what_is_remembered_here(server: RedisServer, unique: str) -> None:

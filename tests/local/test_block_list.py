@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from headgate import InvalidInput
 from headgate.gate.gate import Gate
-from headgate.local.block_list import BlockList, LiveBlock, canonical
+from headgate.local.block_list import BlockList, LiveBlock
+from headgate.local.live_list import canonical
 from headgate.policy import read
 from headgate.policy.api_keys import IdentityHashes
 from support.processes import run_in_child
@@ -220,7 +221,7 @@ def test_block_by_hash_matches_only_its_identity(blocked: list[tuple[str, str]],
     assert blocks.kinds == {kind for kind, _ in blocked} - {"ip"}
     for kind, value in dict.fromkeys(blocked):
         assert blocks.drop(kind, HASHES(kind, value))
-    assert (len(blocks), blocks.has_blocks, [*blocks]) == (0, False, [])
+    assert (len(blocks), blocks.has_entries, [*blocks]) == (0, False, [])
 
 
 def test_ipv6_client_is_blocked_by_the_hash_of_its_network() -> None:

@@ -250,9 +250,9 @@ class GateBase:
         route = policy.snapshot.route(request.method, request.path, request.mounted_path)
         if route.is_exempt:
             return UNLIMITED
-        kinds, blocks = route.kinds, self._blocks
-        if blocks.has_blocks and not blocks.kinds <= kinds:
-            kinds = kinds | blocks.kinds
+        kinds, live = route.kinds, self._live
+        if live.is_active and not live.kinds <= kinds:
+            kinds = kinds | live.kinds
         from_app, awaitables = policy.identities.from_app(request, kinds)
         if awaitables:
             return PendingIdentities(request, policy, route, kinds, from_app, awaitables)
@@ -269,7 +269,7 @@ class GateBase:
         """Continue admission once all identities are known."""
         now_us = self._time_ns() // 1000
         resolution, check, header_template, quotas = policy.resolve(route, request, kinds, from_app, now_us)
-        if self._blocks.has_blocks and resolution.block is None:
+        if self._live.is_active and resolution.block is None:
             resolution = self._apply_live_block(resolution, now_us)
         needs_steps = route.leases or route.shadows or quotas
         pending = PendingCheck(request, policy, resolution, check, header_template, now_us, needs_steps, quotas)
@@ -524,12 +524,12 @@ class GateBase:
     def _apply_live_block(self, resolution: Resolution, now_us: int) -> Resolution:
         """Add the block of a client that was blocked on the live block list."""
         who = resolution.who
-        found = self._blocks.find(who, now_us, self._hash_identity)
+        found = self._live.blocks.find(who, now_us, self._hash_identity)
         if found is None and self._regions.hash_leaving is not self._hash_identity:  # a block of another region
-            found = self._blocks.find(who, now_us, self._regions.hash_leaving)
+            found = self._live.blocks.find(who, now_us, self._regions.hash_leaving)
         if found is None and OTHER_API_KEYS in who:
             keys = who[OTHER_API_KEYS].split()
-            found = next(filter(None, [self._blocks.find({"api_key": key}, now_us) for key in keys]), None)
+            found = next(filter(None, [self._live.blocks.find({"api_key": key}, now_us) for key in keys]), None)
         if found is None:
             return resolution
         until = None if found.until_us is None else datetime.fromtimestamp(found.until_us / 1_000_000, UTC)
@@ -819,7 +819,7 @@ class GateBase:
         self._time_ns = in_ns(clock)
         self._memory: MemoryStore | None = limiter.engine.memory
         self._local: LocalTier = limiter.engine.local
-        self._blocks = self._local.block_list
+        self._live = self._local.live_clients
         fleet = limiter.engine.join_fleet()
         self._failure_policies = {mode: FailurePolicy(mode, clock or SystemClock(), fleet) for mode in STRICTNESS}
         return before
@@ -840,7 +840,7 @@ class GateBase:
         """
         if self._memory is None:
             raise InvalidConfiguration("this gate counts in Redis: create a Limiter with the same URL and namespace")
-        return Limiter(SyncEngine.over_memory(self._memory, self._clock, self._blocks))
+        return Limiter(SyncEngine.over_memory(self._memory, self._clock, self._live))
 
     @property
     def store_stats(self) -> Any:

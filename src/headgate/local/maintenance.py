@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
@@ -19,6 +19,7 @@ from headgate._fork import reinit_after_fork
 from headgate.errors import StoreError, StoreTimeout
 from headgate.health import Health, OutageReport, Shard
 from headgate.local.ledger import settle
+from headgate.local.live_clients import LiveClientStore
 from headgate.runtime import SYSTEM, Runtime
 
 if TYPE_CHECKING:
@@ -308,7 +309,7 @@ class MaintenanceThread:
             self.unsettled_heartbeats = SETTLING_HEARTBEATS
             return
         try:
-            local.block_list.sweep(self._runtime.now_us())
+            local.live_clients.sweep(self._runtime.now_us())
             nodes = self._client.heartbeat(self._member_id, int(HEARTBEAT_INTERVAL_S * MISSED_HEARTBEATS * 1_000_000))
             local.fleet.nodes = max(nodes, local.fleet.nodes) if self.unsettled_heartbeats else nodes
             if self._heartbeats % EPOCH_HEARTBEATS == 0:
@@ -378,21 +379,17 @@ class MaintenanceThread:
             if self._subscribers or self.is_closed:
                 return
             local = self._local
-            block_list, denial_cache, prepaid = local.block_list, local.denial_cache, local.prepaid
-            client = self._store.background_client() if self.needs_block_list else None
+            denial_cache, prepaid = local.denial_cache, local.prepaid
+            clients = LiveClientStore(local.live_clients, self._store) if self.needs_block_list else None
 
             def invalidate(space: str, identity: str) -> None:
                 denial_cache.invalidate(space, identity)
                 prepaid.wake(space, identity)
 
             def refresh(changed: list[tuple[str, str]] | None) -> None:
-                """Read the blocks of these identities from the store; for None, all blocks."""
-                if client is not None:
-                    with closing(client):
-                        if changed is None:
-                            block_list.reload(client.blocks)
-                        else:
-                            block_list.refresh(changed, client.find_blocks)
+                """Read the blocks and restrictions of these identities from the store; for None, all of them."""
+                if clients is not None:
+                    clients.refresh(changed)
 
             def connected() -> None:
                 denial_cache.clear()

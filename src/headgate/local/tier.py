@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 from headgate._fork import reinit_after_fork
 from headgate.errors import ScriptError, StoreError, StoreUnavailable
 from headgate.health import Health, OutageReport, Shard
-from headgate.local.block_list import BlockList
 from headgate.local.denial_cache import MIN_DENIALS, DenialCache
 from headgate.local.hot_keys import SAMPLED_EVERY
 from headgate.local.ledger import OutageLedger
+from headgate.local.live_clients import LiveClients
 from headgate.local.outage import AdmittedIds, OutageTracker
 from headgate.local.prepaid import PrepaidTokens
 from headgate.runtime import SYSTEM, Runtime
@@ -42,9 +42,9 @@ class LocalTier:
     """The local state of one limiter."""
 
     __slots__ = (
-        *("__weakref__", "_breaker_error", "_can_cache", "_can_prepay", "_clock", "admitted_ids", "block_list"),
+        *("__weakref__", "_breaker_error", "_can_cache", "_can_prepay", "_clock", "admitted_ids"),
         *("breaker", "checks", "denial_cache", "ensure", "event_emitter", "fleet", "is_active", "last_outage"),
-        *("ledger", "listeners", "now_ns", "outage", "pick", "prepaid", "script_errors", "unspent"),
+        *("ledger", "live_clients", "listeners", "now_ns", "outage", "pick", "prepaid", "script_errors", "unspent"),
     )
 
     def __init__(
@@ -59,7 +59,8 @@ class LocalTier:
             runtime=runtime,
         )
         self.prepaid = PrepaidTokens(nodes=lambda: fleet.nodes, now_us=lambda: runtime.monotonic_ns() // 1000)
-        self.block_list = BlockList()
+        self.live_clients = LiveClients()
+        """The clients that are blocked or restricted on all nodes."""
         self.ledger = OutageLedger(clock or runtime, nodes=lambda: fleet.nodes)
         self.outage = OutageTracker(event_emitter, runtime.monotonic)
         self.last_outage: OutageReport | None = None

@@ -1,7 +1,8 @@
 """The blocking client of background work: it waits longer than requests do, and reads more than counters.
 
-Besides counters, headgate stores three things in Redis: the epoch of each server, by which the loss of its data is
-detected; the live members of the fleet; and the block list. Their keys start with "%" after the namespace.
+Besides counters, headgate stores four things in Redis: the epoch of each server, by which the loss of its data is
+detected; the live members of the fleet; the block list; and the restrictions of clients, which are stored in the same
+way, under a key of their own. These keys start with "%" after the namespace.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from headgate.stores.redis.exchange import MAX_BATCH, Exchange
 from headgate.stores.redis.topology import Cluster, Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Generator, Sequence
+    from collections.abc import Container, Generator, Iterable, Iterator, Sequence
 
     from headgate.stores.operations import Call
     from headgate.stores.redis.connection_factory import ConnectionFactory
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["REPLY_TIMEOUT_S", "BackgroundClient", "StoredBlock", "read_block"]
 
 REPLY_TIMEOUT_S: Final = 1.0
+BLOCKS: Final = "blocks"
+RESTRICTIONS: Final = "restrictions"
+"""The live lists, each a hash in the store."""
 BLOCKS_PER_READ: Final = 200
 """Keeps a server busy for about a millisecond."""
 EPOCH_TTL_MS: Final = 86_400_000
@@ -103,38 +107,54 @@ class BackgroundClient:
         if until_us is not None and not 0 <= until_us < EXACT:
             raise InvalidInput(f"until_us {until_us!r} is not an instant: give microseconds since 1970, or None")
         block = _text(until_us=until_us, kind=kind, value=value, reason=reason)
-        self._call_blocks("set", self.encoder.channel, _text(kind=kind, value=value), block)
+        identity = _text(kind=kind, value=value)
+        self.execute(self._list_command(BLOCKS, "set", self.encoder.channel, identity, block))
 
     def unblock(self, kind: str, value: str) -> bool:
         """Remove a block, and notify all subscribers; False if there was none."""
-        return bool(self._call_blocks("drop", self.encoder.channel, _text(kind=kind, value=value)))
+        identity = _text(kind=kind, value=value)
+        return bool(self.execute(self._list_command(BLOCKS, "drop", self.encoder.channel, identity)))
 
     def find_blocks(self, identities: Sequence[tuple[str, str]]) -> list[StoredBlock | None]:
         """The stored block of each (kind, value), or None if there is none or it has ended."""
-        found: list[StoredBlock | None] = []
-        for start in range(0, len(identities), BLOCKS_PER_READ):
-            names = [_text(kind=kind, value=value) for kind, value in identities[start : start + BLOCKS_PER_READ]]
-            blocks = self._call_blocks("get", *names)
-            if len(blocks) != len(names) or {*map(type, blocks)} != {bytes}:
-                raise StoreUnavailable(f"the store answered {str(blocks)[:100]}, expected blocks")
-            found += map(read_block, blocks)
-        return found
+        return [*map(read_block, self._find(BLOCKS, identities))]
 
     def blocks(self) -> list[StoredBlock]:
         """All blocks that have not ended, in no order, without malformed ones.
 
         They are read page by page: a block that is changed meanwhile may be missing; all others are included.
         """
-        found: dict[bytes, StoredBlock | None] = {}
-        cursor: bytes | None = b"0"
-        while cursor is not None:
-            page = self._call_blocks("list", cursor, BLOCKS_PER_READ)
-            if len(page) % 2 == 0 or {*map(type, page)} != {bytes}:
-                raise StoreUnavailable(f"the store answered {str(page)[:100]}, expected a page of blocks")
-            cursor, *pairs = page
-            found.update(zip(pairs[::2], map(read_block, pairs[1::2]), strict=True))
-            cursor = None if cursor == b"0" else cursor
+        found = {identity: read_block(text) for identity, text in self._pages(BLOCKS)}
         return [block for block in found.values() if block is not None]
+
+    def block_all(self, blocks: Iterable[tuple[str, str, int | None, str | None]]) -> None:
+        """Add or replace many blocks, each as for `block`, in few round trips."""
+        commands = []
+        for kind, value, until_us, reason in blocks:
+            block = _text(until_us=until_us, kind=kind, value=value, reason=reason)
+            identity = _text(kind=kind, value=value)
+            commands.append(self._list_command(BLOCKS, "set", self.encoder.channel, identity, block))
+        self._execute_all(commands)
+
+    def find_restrictions(self, identities: Sequence[tuple[str, str]]) -> list[bytes | None]:
+        """The stored record of each (kind, value), as text; None if there is none or it can be forgotten."""
+        return [text or None for text in self._find(RESTRICTIONS, identities)]
+
+    def restrictions(self) -> list[bytes]:
+        """The texts of all records of restrictions, in no order."""
+        return [text for _, text in self._pages(RESTRICTIONS)]
+
+    def swap_restrictions(self, changes: Sequence[tuple[str, str, bytes | None, str]]) -> list[bool]:
+        """Replace records, and notify all subscribers: each is kind, value, the text read before, and the new one.
+
+        False for those whose text in the store is another one by now; they stay as they are.
+        """
+        commands = []
+        for kind, value, before, after in changes:
+            identity = _text(kind=kind, value=value)
+            arguments = self.encoder.channel, identity, before or b"", after
+            commands.append(self._list_command(RESTRICTIONS, "swap", *arguments))
+        return [bool(reply) for reply in self._execute_all(commands)]
 
     def close(self) -> None:
         """Close the connections; the next call opens new ones."""
@@ -147,10 +167,30 @@ class BackgroundClient:
         members: int = self.execute(command)
         return members
 
-    def _call_blocks(self, verb: str, *args: Any) -> Any:
+    def _find(self, name: str, identities: Sequence[tuple[str, str]]) -> Iterator[bytes]:
+        """The entries of a live list for each (kind, value); empty for none."""
+        for start in range(0, len(identities), BLOCKS_PER_READ):
+            names = [_text(kind=kind, value=value) for kind, value in identities[start : start + BLOCKS_PER_READ]]
+            texts = self.execute(self._list_command(name, "get", *names))
+            if len(texts) != len(names) or {*map(type, texts)} != {bytes}:
+                raise StoreUnavailable(f"the store answered {str(texts)[:100]}, expected {name}")
+            yield from texts
+
+    def _pages(self, name: str) -> Iterator[tuple[bytes, bytes]]:
+        """The identities and entries of a live list, some of them twice if it changes meanwhile."""
+        cursor: bytes | None = b"0"
+        while cursor is not None:
+            page = self.execute(self._list_command(name, "list", cursor, BLOCKS_PER_READ))
+            if len(page) % 2 == 0 or {*map(type, page)} != {bytes}:
+                raise StoreUnavailable(f"the store answered {str(page)[:100]}, expected a page of {name}")
+            cursor, *pairs = page
+            yield from zip(pairs[::2], pairs[1::2], strict=True)
+            cursor = None if cursor == b"0" else cursor
+
+    def _list_command(self, name: str, verb: str, *args: Any) -> Command:
         encoder, expects = self.encoder, list if verb in ("list", "get") else int
-        keys = Keys.of(encoder.own_name("blocks"))
-        return self.execute(Command(encoder.own_script("blocks"), keys, [encoder.now(), verb, *args], expects=expects))
+        keys = Keys.of(encoder.own_name(name))
+        return Command(encoder.own_script("blocks"), keys, [encoder.now(), verb, *args], expects=expects)
 
     def epoch_key(self, node: Node | None) -> str:
         """The key of a server's epoch: always the same while its slot stays there."""
@@ -174,6 +214,15 @@ class BackgroundClient:
         if error is not None:
             raise error
         return command.reply
+
+    def _execute_all(self, commands: list[Command]) -> list[Any]:
+        """The replies to commands, which are sent together, up to MAX_BATCH of them."""
+        for start in range(0, len(commands), MAX_BATCH):
+            self._run(deliver(commands[start : start + MAX_BATCH], self.factory.topology))
+        for command in commands:
+            if (error := error_of(command.reply)) is not None:
+                raise error
+        return [command.reply for command in commands]
 
     def _run(self, rounds: Generator[list[Command], None, Any], timeout_s: float = REPLY_TIMEOUT_S) -> Any:
         user = ConnectionUser()

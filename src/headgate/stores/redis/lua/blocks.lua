@@ -1,12 +1,15 @@
--- The block list: sets or drops a block, reads blocks by identity, or lists a page of those that have not ended.
+-- The block list: sets or drops a block, reads blocks by identity, or lists a page of those that have not ended. The
+-- records of clients with restrictions are kept in the same way, under another key: see local/restrictions.py.
 -- KEYS: a hash, identity -> '{"until_us":123,...}', with null for a block without end; and "%" -> the number of blocks
 --   without end, and the latest end (us) of all others so far.
 -- ARGV: now (us; empty for the server's clock), then
 --   "list", the cursor ("0" at first), and the approximate page size; or
 --   "get" and identities; or
---   "set" or "drop", the channel for notifications, the identity, and, for "set", the block.
+--   "set" or "drop", the channel for notifications, the identity, and, for "set", the block; or
+--   "swap", the channel, the identity, the block that was read before (empty for none), and the block to set.
 -- Reply: to "list", the next cursor ("0" at the end), then identity and block in turn; to "get", the block of each
---   identity, or an empty text; else 1 if there was a block of that identity, else 0.
+--   identity, or an empty text; to "swap", 1 if it was set, 0 if there is another block than before; else 1 if there was
+--   a block of that identity, else 0.
 
 local CENTURY_MS = 3155760000000
 local MAX_IDENTITY_BYTES = 16384 -- longer identities are not published, only that a block has changed
@@ -39,13 +42,17 @@ local function list(cursor, number)
   return reply
 end
 
+-- The block of an identity; an empty text if there is none, or it has ended.
+local function find(identity)
+  local block = identity ~= '%' and call('HGET', key, identity) or ''
+  local instant = ends_at(block)
+  return instant and instant <= now and '' or block
+end
+
 local function get(first)
   local reply = {}
   for index = first, #ARGV do
-    local identity = ARGV[index]
-    local block = identity ~= '%' and call('HGET', key, identity) or ''
-    local instant = ends_at(block)
-    reply[#reply + 1] = instant and instant <= now and '' or block
+    reply[#reply + 1] = find(ARGV[index])
   end
   return reply
 end
@@ -77,5 +84,10 @@ if ARGV[2] == 'list' then
   return list(ARGV[3], ARGV[4])
 elseif ARGV[2] == 'get' then
   return get(3)
+end
+if ARGV[2] == 'swap' then
+  if find(ARGV[4]) ~= ARGV[5] then return 0 end
+  change(ARGV[3], ARGV[4], ARGV[6])
+  return 1
 end
 return change(ARGV[3], ARGV[4], ARGV[2] == 'set' and ARGV[5] or nil)

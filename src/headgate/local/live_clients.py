@@ -1,0 +1,129 @@
+"""The clients on the live lists, which all nodes share: as this process knows them, and as the store has them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from headgate.local.block_list import BlockList, LiveBlock
+from headgate.local.restrictions import ClientRestrictions, RestrictionList, encode_restrictions, read_restrictions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["LiveClientStore", "LiveClients", "StoredRestrictions"]
+
+
+class LiveClients:
+    """The clients on the live lists of a process: those that are blocked, and those with restrictions.
+
+    Every request reads `is_active`, and nothing else while both lists are empty.
+    """
+
+    __slots__ = ("__weakref__", "blocks", "is_active", "kinds", "restrictions")
+
+    def __init__(self) -> None:
+        self.blocks, self.restrictions = BlockList(), RestrictionList()
+        self.is_active = False
+        self.kinds: frozenset[str] = frozenset()
+        """The kinds of identities on the lists, beside addresses."""
+        self.blocks.on_change = self.restrictions.on_change = self._update
+
+    def sweep(self, now_us: int) -> None:
+        """Remove what has ended: requests ignore it, but it takes up memory."""
+        self.blocks.sweep(now_us)
+        self.restrictions.sweep(now_us)
+
+    def _update(self) -> None:
+        self.kinds = self.blocks.kinds | self.restrictions.kinds
+        self.is_active = self.blocks.has_entries or self.restrictions.has_entries
+
+
+class StoredRestrictions(NamedTuple):
+    """A record with its text in the store, by which another writer's change is noticed."""
+
+    record: ClientRestrictions | None
+    text: bytes | None
+
+
+class LiveClientStore:
+    """Reads and writes the shared lists; every method may wait for the store, and raise a StoreError.
+
+    `store` creates the clients that connect to it. Without one, the lists of this process are all that there is. The
+    connections are closed when each method returns: changes are rare.
+    """
+
+    def __init__(self, live: LiveClients, store: Any = None) -> None:
+        self._live = live
+        self._client = None if store is None else store.background_client()
+
+    def refresh(self, changed: Sequence[tuple[str, str]] | None) -> None:
+        """Read the entries of these identities again; for None, those of all."""
+        if (client := self._client) is None:
+            return
+        blocks, restrictions = self._live.blocks, self._live.restrictions
+        with closing(client):
+            if changed is None:
+                blocks.reload(client.blocks)
+                restrictions.reload(lambda: _known(client.restrictions()))
+            else:
+                blocks.refresh(changed, client.find_blocks)
+                restrictions.refresh(changed, lambda names: [*map(_entry, client.find_restrictions(names))])
+
+    def find_restrictions(self, identities: Sequence[tuple[str, str]]) -> list[StoredRestrictions]:
+        """The records of identities, in their canonical spelling."""
+        if (client := self._client) is None:
+            return [StoredRestrictions(self._live.restrictions.get(*identity), None) for identity in identities]
+        with closing(client):
+            texts = client.find_restrictions(identities)
+        return [StoredRestrictions(None if text is None else read_restrictions(text), text) for text in texts]
+
+    def restrictions(self) -> list[ClientRestrictions]:
+        """All records."""
+        if (client := self._client) is None:
+            return [*self._live.restrictions]
+        with closing(client):
+            found = [read_restrictions(text) for text in client.restrictions()]
+        return [*{(each.kind, each.value): each for each in found if each is not None}.values()]
+
+    def swap_restrictions(self, changes: Sequence[tuple[StoredRestrictions, ClientRestrictions]]) -> list[bool]:
+        """Replace records that were read before; False for those that have changed since, which stay as they are."""
+        own = self._live.restrictions
+        if (client := self._client) is None:
+            return [own.swap(before.record, *_entry_of(after)) for before, after in changes]
+        with closing(client):
+            texts = [(after.kind, after.value, before.text, encode_restrictions(after)) for before, after in changes]
+            swapped: list[bool] = client.swap_restrictions(texts)
+        for (_, after), is_swapped in zip(changes, swapped, strict=True):
+            if is_swapped:  # at once here, and on the others when they receive the message
+                own.set(*_entry_of(after))
+        return swapped
+
+    def block_all(self, blocks: Sequence[LiveBlock]) -> None:
+        """Add or replace blocks."""
+        if (client := self._client) is not None and blocks:
+            with closing(client):
+                client.block_all(blocks)
+        for block in blocks:
+            self._live.blocks.set(*block)
+
+    def unblock(self, kind: str, value: str) -> None:
+        """Remove a block, if there is one."""
+        if (client := self._client) is not None:
+            with closing(client):
+                client.unblock(kind, value)
+        self._live.blocks.drop(kind, value)
+
+
+def _known(texts: Iterable[bytes]) -> Iterator[tuple[Any, ...]]:
+    return (entry for entry in map(_entry, texts) if entry is not None)
+
+
+def _entry(text: bytes | None) -> tuple[Any, ...] | None:
+    """The fields of an entry of the local list."""
+    record = None if text is None else read_restrictions(text)
+    return None if record is None else _entry_of(record)
+
+
+def _entry_of(record: ClientRestrictions) -> tuple[Any, ...]:
+    return record.kind, record.value, record.by_scenario
