@@ -254,25 +254,11 @@ class Engine:
 
     def block(self, block: LiveBlock) -> None:
         """Add a block. Like the next two methods, it may wait for the store."""
-        kind, value, until_us, reason = block
-        if self.maintenance is not None:
-            with closing(self.store.background_client()) as client:
-                client.block(kind, value, until_us=until_us, reason=reason)
-        self.local.live_clients.blocks.set(*block)
-        if self.worker is not None and (notice := self.router.residency.notice(kind, value, reason)):
-            self.worker.ensure_exchange().post_block(notice.kind, notice.value, until_us=until_us, reason=notice.reason)
+        self.live_client_store().block_all([block])
 
     def unblock(self, block: LiveBlock) -> bool:
         """True if there was such a block."""
-        kind, value, _, _ = block
-        if self.maintenance is None:
-            return self.local.live_clients.blocks.drop(kind, value)
-        with closing(self.store.background_client()) as client:
-            existed: bool = client.unblock(kind, value)
-        self.local.live_clients.blocks.drop(kind, value)
-        if self.worker is not None and (notice := self.router.residency.notice(kind, value)):
-            self.worker.ensure_exchange().post_unblock(notice.kind, notice.value)
-        return existed
+        return self.live_client_store().unblock(block.kind, block.value)
 
     def blocks(self) -> list[LiveBlock]:
         if self.maintenance is None:
@@ -283,7 +269,18 @@ class Engine:
 
     def live_client_store(self) -> LiveClientStore:
         """Reads and writes the blocks and restrictions that all nodes share."""
-        return LiveClientStore(self.local.live_clients, None if self.maintenance is None else self.store)
+        store = None if self.maintenance is None else self.store
+        return LiveClientStore(self.local.live_clients, store, self._announce_block)
+
+    def _announce_block(self, block: LiveBlock, is_set: bool) -> None:
+        """Post a change of a block to the other regions."""
+        kind, value, until_us, reason = block
+        if self.worker is None or not (notice := self.router.residency.notice(kind, value, reason)):
+            return
+        if is_set:
+            self.worker.ensure_exchange().post_block(notice.kind, notice.value, until_us=until_us, reason=notice.reason)
+        else:
+            self.worker.ensure_exchange().post_unblock(notice.kind, notice.value)
 
     def stopwatch(self) -> Callable[[], float]:
         """A function that returns the seconds since this call, on the clock by which the engine waits."""

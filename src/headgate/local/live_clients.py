@@ -9,7 +9,7 @@ from headgate.local.block_list import BlockList, LiveBlock
 from headgate.local.restrictions import ClientRestrictions, RestrictionList, encode_restrictions, read_restrictions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = ["LiveClientStore", "LiveClients", "StoredRestrictions"]
 
@@ -50,12 +50,19 @@ class LiveClientStore:
     """Reads and writes the shared lists; every method may wait for the store, and raise a StoreError.
 
     `store` creates the clients that connect to it. Without one, the lists of this process are all that there is. The
-    connections are closed when each method returns: changes are rare.
+    connections are closed when each method returns: changes are rare. `announce` is called with each change of a
+    block, for other regions: with the block and True if it is set, False if it has ended.
     """
 
-    def __init__(self, live: LiveClients, store: Any = None) -> None:
+    def __init__(
+        self,
+        live: LiveClients,
+        store: Any = None,
+        announce: Callable[[LiveBlock, bool], None] = lambda block, is_set: None,
+    ) -> None:
         self._live = live
         self._client = None if store is None else store.background_client()
+        self._announce = announce
 
     def refresh(self, changed: Sequence[tuple[str, str]] | None) -> None:
         """Read the entries of these identities again; for None, those of all."""
@@ -106,13 +113,42 @@ class LiveClientStore:
                 client.block_all(blocks)
         for block in blocks:
             self._live.blocks.set(*block)
+            self._announce(block, True)
 
-    def unblock(self, kind: str, value: str) -> None:
-        """Remove a block, if there is one."""
-        if (client := self._client) is not None:
-            with closing(client):
-                client.unblock(kind, value)
+    def extend_blocks(self, blocks: Sequence[LiveBlock]) -> None:
+        """Add blocks, and replace those that would end earlier: a person may have blocked a client for longer."""
+        stored = self.find_blocks([(block.kind, block.value) for block in blocks])
+        self.block_all(
+            [block for block, now in zip(blocks, stored, strict=True) if now is None or _outlasts(block, now)]
+        )
+
+    def unblock(self, kind: str, value: str) -> bool:
+        """Remove a block; False if there was none."""
+        if (client := self._client) is None:
+            return self._live.blocks.drop(kind, value)
+        with closing(client):
+            existed: bool = client.unblock(kind, value)
         self._live.blocks.drop(kind, value)
+        self._announce(LiveBlock(kind, value), False)
+        return existed
+
+    def lift(self, block: LiveBlock) -> None:
+        """Remove this block, unless it was replaced by another one."""
+        if self.find_blocks([(block.kind, block.value)]) == [block]:
+            self.unblock(block.kind, block.value)
+
+    def find_blocks(self, identities: Sequence[tuple[str, str]]) -> list[LiveBlock | None]:
+        """The blocks of identities, in their canonical spelling."""
+        if (client := self._client) is None:
+            return [self._live.blocks.get(*identity) for identity in identities]
+        with closing(client):
+            return [None if block is None else LiveBlock(*block) for block in client.find_blocks(identities)]
+
+
+def _outlasts(block: LiveBlock, other: LiveBlock) -> bool:
+    if block.until_us is None or other.until_us is None:
+        return block.until_us is None
+    return block.until_us > other.until_us
 
 
 def _known(texts: Iterable[bytes]) -> Iterator[tuple[Any, ...]]:
