@@ -57,7 +57,7 @@ class ClientAction(NamedTuple):
         return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-class _Pending(NamedTuple):
+class PendingFinding(NamedTuple):
     """A finding that waits to be applied, of a client in canonical spelling."""
 
     client: tuple[str, str]
@@ -91,7 +91,7 @@ class ActionDispatcher:
 
     def reset_after_fork(self) -> None:
         """Leave what waits to the parent."""
-        self._pending: dict[tuple[str, str, str], _Pending] = {}
+        self._pending: dict[tuple[str, str, str], PendingFinding] = {}
         self._lock = threading.Lock()
         self._applying = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -117,7 +117,7 @@ class ActionDispatcher:
                 self._drop(1)
                 return
             client = finding.kind, value
-            self._pending[scenario.name, *client] = _Pending(client, finding.evidence, scenario)
+            self._pending[scenario.name, *client] = PendingFinding(client, finding.evidence, scenario)
             if self._engine.memory is None:
                 if self._thread is None:
                     self._start()
@@ -141,7 +141,7 @@ class ActionDispatcher:
                 except Exception:
                     logger.exception("%d findings could not be applied", len(batch))
 
-    def _apply_batch(self, batch: Sequence[_Pending]) -> None:
+    def _apply_batch(self, batch: Sequence[PendingFinding]) -> None:
         """Climb with each client.
 
         Blocks come before the records: a node that fails in between has blocked the client until the end of that block,
@@ -151,8 +151,8 @@ class ActionDispatcher:
         for _ in range(MAX_ATTEMPTS):
             clients = list(dict.fromkeys([each.client for each in rest]))
             records = dict(zip(clients, store.find_restrictions(clients), strict=True))
-            steps: list[tuple[_Pending, StoredRestrictions, ClientRestrictions, ClientAction]] = []
-            again: list[_Pending] = []
+            steps: list[tuple[PendingFinding, StoredRestrictions, ClientRestrictions, ClientAction]] = []
+            again: list[PendingFinding] = []
             now_us = self._now_us()
             for each in rest:
                 before = records.pop(each.client, None)
