@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headgate.errors import HeadgateError, InvalidInput
 from headgate.policy.api_keys import ApiKeyHasher
-from headgate.replay.formats import FORMATS, ParserSettings, detect, make_parser
+from headgate.replay.formats import FORMATS, WEIGHT, ParserSettings, detect, make_parser
 from headgate.replay.sources import LogReader, expand
 from headgate.telemetry.decision_log.record import DecisionRecord, id_prefix
 from headgate.telemetry.decision_log.sinks.sqlite import SqliteSink
@@ -233,9 +233,9 @@ def test_decision_log_is_read_without_envoys_requests_and_lost_records(kind: str
     sink.write(records)
     sink.close()
     requests, reader = read(f"sqlite:////{str(file)[1:]}" if kind == "sqlite url" else file)
-    sender = ("hmac:a", None, (("tier", "pro"), ("tenant", "hmac:b"), ("ip", "hmac:a")))
+    identities = (("tier", "pro"), ("tenant", "hmac:b"), ("ip", "hmac:a"))
     assert [(each[0], each[2], each[4]) for each in requests] == [
-        (AT_US, "/users/{id}", sender),
-        (AT_US + 2_000_000, "/~unmatched", sender),
+        (AT_US, "/users/{id}", ("hmac:a", None, identities)),
+        (AT_US + 2_000_000, "/~unmatched", ("hmac:a", None, ((WEIGHT, "100"), *identities))),
     ]
     assert (reader.is_decision_log, reader.sampled, reader.lost, reader.skipped) == (True, 1, 7.0, 2)

@@ -61,14 +61,14 @@ def test_limit_is_the_strictest_of_its_curve(tmp_path: Path) -> None:
     log = tmp_path / "access.log"
     write_log(log, requests=20_000, hours=40)
     [limit] = suggestion(log, "reject at most 0.1% of requests").limits
-    shares = [point["share"] for point in limit.curve]
+    shares = [point.share for point in limit.curve]
     assert shares == sorted(shares, reverse=True)
-    at = [point["quota"] for point in limit.curve].index(limit.limit.quota)
+    at = [point.quota for point in limit.curve].index(limit.limit.quota)
     assert limit.share == shares[at] <= 0.001
     assert at > 0
     assert shares[at - 1] > 0.0005, "the next lower limit fails the goal in one half of the log at least"
-    assert limit.determining[0]["rejected"] > 0
-    assert sum(day["requests"] for day in limit.days) == 20_000
+    assert limit.determining[0].rejected > 0
+    assert sum(day.requests for day in limit.days) == 20_000
 
 
 def common(second: int, client: str) -> str:

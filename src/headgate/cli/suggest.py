@@ -77,23 +77,20 @@ def _details(found: Suggestion, err: Terminal) -> Iterator[str]:
         name = "" if each.tier == "none" else f" of tier {each.tier}"
         rows = [
             [
-                ("* " if point["quota"] == each.limit.quota else "  ")
-                + f"{point['quota']}/minute, burst {point['burst']}",
-                share(point["share"], 1),
-                bar(min(1, point["share"] * 10), 10),
-                f"{point['clients']}",
+                ("* " if point.quota == each.limit.quota else "  ") + f"{point.quota}/minute, burst {point.burst}",
+                share(point.share, 1),
+                bar(min(1, point.share * 10), 10),
+                f"{point.clients}",
             ]
             for point in each.curve
         ]
         yield from titled_table([f"limit{name}", "rejected", "up to 10 %", "clients"], rows, err)
         yield ""
-        clients = [
-            [row["client"], f"{row['requests']}", f"{row['busiest_minute']}", row["at"]] for row in each.determining
-        ]
+        clients = [[row.client, f"{row.requests}", f"{row.busiest_minute}", row.at] for row in each.determining]
         if clients:
             titles = ["rejected first below it", "requests", "busiest minute", "at"]
             yield from titled_table(titles, clients, err)
             yield ""
         if len(each.days) > 1:
-            yield f"rejected by day: {sparkline([day['share'] for day in each.days])}"
+            yield f"rejected by day: {sparkline([day.share for day in each.days])}"
             yield ""

@@ -22,20 +22,25 @@ if TYPE_CHECKING:
     from headgate.policy.api_keys import ApiKeyHasher
 
 __all__ = [
-    "FORMATS", "NAMES", "CsvLines", "DecisionLines", "FieldMap", "LogFormat", "LoggedRequest", "ParserSettings",
-    "Sender", "decision_request", "detect", "make_parser",
+    "FORMATS", "NAMES", "WEIGHT", "CsvLines", "DecisionLines", "FieldMap", "LogFormat", "LoggedRequest",
+    "ParserSettings", "Sender", "decision_request", "detect", "make_parser",
 ]  # fmt: skip
 
 Sender: TypeAlias = tuple[str | None, str | None, tuple[tuple[str, str], ...]]
-"""The sender of a request: address of the peer, forwarding header, and other identities by kind."""
+"""The sender of a request: address of the peer, forwarding header, and other identities by kind, with `WEIGHT`."""
 
 LoggedRequest: TypeAlias = tuple[int, str, str, int, Sender, int | None]
 """Time in microseconds, method, raw target, status (0 if unknown), sender, and duration in microseconds, if logged.
 
 A plain tuple of built-in types, as millions of them are sorted and written to temporary files."""
 
+WEIGHT: Final = "headgate.weight"
+"""In place of a kind: the number of requests that a record of a decision log represents, if it is not 1; 0 for those of
+blocked clients, which no limit decided."""
 NO_SENDER: Final[Sender] = (None, None, ())
 MAX_SENDERS: Final = 16_384
+MAX_WEIGHT: Final = 1_000_000
+BLOCKED: Final = "blocked"
 MAX_DETECTED_LINES: Final = 50
 REDACTED: Final = frozenset({"", "-", "redacted", "[redacted]", "***", "null"})
 """Values that stand for none, in lower case. Caddy writes REDACTED for credentials."""
@@ -430,6 +435,9 @@ def decision_request(found: Mapping[str, Any]) -> LoggedRequest | None:
     address = next((key for kind, key in identities if kind == "ip"), None)
     if found["tier"]:
         identities.append(("tier", found["tier"]))
+    weight = 0 if found["outcome"] == BLOCKED else round(min(found["weight"], MAX_WEIGHT))
+    if weight != 1:
+        identities.append((WEIGHT, f"{weight}"))
     route = found["route"] if found["route"].startswith("/") else "/~unmatched"
     return (
         int(found["at_us"]),

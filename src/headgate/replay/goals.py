@@ -61,7 +61,7 @@ def parse_goals(texts: Sequence[str]) -> Goals:
         if found := _REJECT.fullmatch(words):
             goals.share, goals.group = float(found[1]) / 100, found[2]
             if not 0 < goals.share < 1:
-                raise InvalidInput(f"--goal {text!r}: {found[1]} % is not a share above 0 and below 100 %")
+                raise InvalidInput(f"goal {text!r}: {found[1]} % is not a share above 0 and below 100 %")
         elif found := _CAP_SHARE.fullmatch(words):
             goals.cap_share = float(found[1]) / 100
         elif found := _CAP_RATE.fullmatch(words):
@@ -69,12 +69,12 @@ def parse_goals(texts: Sequence[str]) -> Goals:
         elif found := _TOTAL.fullmatch(words):
             goals.total = max(1, int(float(found[1]))), _seconds(found[2], text)
         else:
-            raise InvalidInput(f"--goal {text!r} is not understood; write {_EXAMPLES}")
+            raise InvalidInput(f"goal {text!r} is not understood; write {_EXAMPLES}")
     return goals
 
 
 def _seconds(unit: str, text: str) -> int:
     seconds = SECONDS.get(unit) or SECONDS.get(unit.removesuffix("s"))
     if seconds is None:
-        raise InvalidInput(f"--goal {text!r}: unknown unit {unit!r}; write /s, /minute or /hour")
+        raise InvalidInput(f"goal {text!r}: unknown unit {unit!r}; write /s, /minute or /hour")
     return seconds

@@ -14,15 +14,17 @@ from urllib.parse import quote
 
 from headgate.errors import InvalidInput, name_missing_extra
 from headgate.replay.formats import CsvLines, DecisionLines, decision_request, detect, make_parser
-from headgate.telemetry.decision_log.record import LOST
+from headgate.telemetry.decision_log.record import LOST, id_prefix
 from headgate.telemetry.decision_log.sinks import open_reader, without_password
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from headgate.replay.formats import LogFormat, LoggedRequest, ParserSettings
+    from headgate.telemetry.decision_log.record import DecisionRecord
+    from headgate.telemetry.decision_log.sinks import Reader
 
-__all__ = ["LogReader", "expand"]
+__all__ = ["DecisionRecords", "LogReader", "expand"]
 
 BLOCK_BYTES: Final = 1 << 19
 MAX_LINE_BYTES: Final = 1 << 20
@@ -69,6 +71,7 @@ class LogReader:
     is_decision_log: bool = field(default=False, init=False)
     bytes_read: int = field(default=0, init=False)
     total_bytes: int = field(default=0, init=False)
+    is_cut: Final = False
 
     def __post_init__(self) -> None:
         self.names = expand(self.names)
@@ -131,30 +134,74 @@ class LogReader:
     def _records(self, url: str) -> Iterator[list[LoggedRequest]]:
         """The requests of a decision log in a database."""
         self.is_decision_log = True
-        shown = without_password(url)
         with closing(open_reader(url)) as reader:
-            last = "0"  # before all ids, which are hexadecimal
+            records = DecisionRecords(reader)
+            batches = records.batches()
             while True:
                 try:
-                    records = reader.recent((), after=last, most=RECORDS_PER_PAGE)
+                    found = next(batches, None)
                 except Exception as error:  # of SQLite, or of the ClickHouse client
+                    shown = without_password(url)
                     raise InvalidInput(f"{shown}: the decision log cannot be read: {error}") from error
-                if not records:
-                    return
-                last = records[-1].id
-                found: list[LoggedRequest] = []
-                for record in records:
-                    self.lines += 1
-                    request = decision_request(record._asdict())
-                    if request is not None:
-                        self.sampled += record.weight > 1
-                        found.append(request)
-                    else:
-                        self.skipped += 1
-                        self.lost += record.weight if record.outcome == LOST else 0
+                if found is None:
+                    break
                 if self.on_progress is not None:
                     self.on_progress(self.bytes_read, self.total_bytes)
                 yield found
+        self.lines += records.lines
+        self.skipped += records.skipped
+        self.sampled += records.sampled
+        self.lost += records.lost
+
+
+@dataclass(eq=False)
+class DecisionRecords:
+    """Reads the requests of a decision log in a database, in batches."""
+
+    reader: Reader
+    since_us: int = 0
+    """Older records are not read."""
+    max_records: int | None = None
+    """The number of records that are read: the newest ones. None for all."""
+    lines: int = field(default=0, init=False)
+    skipped: int = field(default=0, init=False)
+    sampled: int = field(default=0, init=False)
+    lost: float = field(default=0.0, init=False)
+
+    @property
+    def is_cut(self) -> bool:
+        """True if older records were not read, because there are too many."""
+        return self.max_records is not None and self.lines >= self.max_records
+
+    def batches(self) -> Iterator[list[LoggedRequest]]:
+        """All requests, in the order of the log unless their number is limited."""
+        for records in self._pages():
+            found: list[LoggedRequest] = []
+            for record in records:
+                self.lines += 1
+                request = decision_request(record._asdict())
+                if request is not None:
+                    self.sampled += record.weight > 1
+                    found.append(request)
+                else:
+                    self.skipped += 1
+                    self.lost += record.weight if record.outcome == LOST else 0
+            yield found
+
+    def _pages(self) -> Iterator[list[DecisionRecord]]:
+        """Pages from the oldest to the newest; if the number of records is limited, from the newest to the oldest."""
+        reader, last, before, left = self.reader, id_prefix(self.since_us), "", self.max_records
+        while True:
+            if left is None:
+                records = reader.recent((), after=last, most=RECORDS_PER_PAGE)
+            else:
+                newest = reader.recent((), before=before, most=min(RECORDS_PER_PAGE, left)) if left else []
+                records = [record for record in newest if record.id >= last]
+                left -= len(records)
+            if not records:
+                return
+            yield records
+            last, before = last if left is not None else records[-1].id, records[0].id
 
 
 class _Counted:

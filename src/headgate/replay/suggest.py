@@ -7,32 +7,38 @@ minute is within the quota cannot be rejected, so that only the busiest clients 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate._limit_syntax import suggest
 from headgate.algorithms import ALGORITHMS
 from headgate.errors import InvalidInput
 from headgate.limits import Limit
+from headgate.policy.api_keys import PREFIX
 from headgate.policy.loader import read
 from headgate.policy.routes import decode_path
 from headgate.policy.snapshot import client_kind
+from headgate.replay.formats import WEIGHT
 from headgate.replay.markdown import share as shown_share
 from headgate.replay.sorting import sort_by_time
 from headgate.replay.times import MINUTE_US, SECOND_US, iso
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from headgate.policy.api_keys import ApiKeyHasher
     from headgate.policy.model import Policy
+    from headgate.replay.engine import PolicyReplay
     from headgate.replay.formats import LoggedRequest
     from headgate.replay.goals import Goals
     from headgate.replay.run import LogOptions
+    from headgate.replay.sources import DecisionRecords, LogReader
 
-__all__ = ["Suggestion", "SuggestionRun"]
+__all__ = ["CurvePoint", "DeterminingClient", "SuggestedDay", "Suggestion", "SuggestionRun"]
 
 DAY_US: Final = 86_400 * SECOND_US
 TOLERANCE: Final = 1.5
@@ -78,8 +84,40 @@ class _LimitCandidate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _ClientTimes:
+    kind: str
     times: array[int]
+    weights: array[int] | None = None
+    """The number of requests that each record represents; None while it is 1 for all of them."""
     busiest_minute: int = 0
+
+    def add(self, at_us: int, weight: int) -> None:
+        if weight != 1 and self.weights is None:
+            self.weights = array("q", repeat(1, len(self.times)))
+        self.times.append(at_us)
+        if self.weights is not None:
+            self.weights.append(weight)
+
+    @property
+    def requests(self) -> int:
+        return len(self.times) if self.weights is None else sum(self.weights)
+
+    def between(self, since_us: int, until_us: int) -> Iterator[tuple[int, int]]:
+        """The times in a part of the log, with the number of requests that each stands for."""
+        start, end = bisect_left(self.times, since_us), bisect_left(self.times, until_us)
+        times = self.times[start:end]
+        return zip(times, repeat(1) if self.weights is None else self.weights[start:end], strict=False)
+
+    def find_busiest_minute(self) -> None:
+        """Set the most requests within one minute."""
+        most = total = start = 0
+        weights = self.weights
+        for end, at_us in enumerate(self.times):
+            total += 1 if weights is None else weights[end]
+            while self.times[start] <= at_us - MINUTE_US:
+                total -= 1 if weights is None else weights[start]
+                start += 1
+            most = max(most, total)
+        self.busiest_minute = most
 
 
 @dataclass(slots=True, eq=False)
@@ -88,27 +126,44 @@ class _TierTraffic:
 
     tier: str
     clients: dict[str, _ClientTimes] = field(default_factory=dict)
+    minutes: Counter[int] = field(default_factory=Counter)
+    """Requests by minute."""
 
-    def times(self) -> list[int]:
-        return sorted(at for client in self.clients.values() for at in client.times)
+    def part(self, since_us: int, until_us: int) -> _LogPart:
+        """The part of the log between two whole minutes."""
+        minutes = range(since_us // MINUTE_US, until_us // MINUTE_US)
+        counts = [number for minute, number in self.minutes.items() if minute in minutes]
+        return _LogPart(since_us, until_us, sum(counts))
 
-    def rejected(self, limit: Limit, since_us: int, until_us: int) -> dict[str, list[int]]:
-        """The times of rejections by client, if the limit were in force from `since_us` to `until_us`."""
+    def whole(self) -> _LogPart:
+        return self.part(min(self.minutes) * MINUTE_US, (max(self.minutes) + 1) * MINUTE_US)
+
+    def halves(self, part: _LogPart) -> list[_LogPart]:
+        """Two parts with about as many requests; only one if all requests are in one minute."""
+        counted = 0
+        for minute in sorted(self.minutes):
+            if part.since_us <= minute * MINUTE_US < part.until_us:
+                counted += self.minutes[minute]
+                if counted * 2 >= part.requests:
+                    middle_us = (minute + 1) * MINUTE_US
+                    halves = [self.part(part.since_us, middle_us), self.part(middle_us, part.until_us)]
+                    return [half for half in halves if half.requests]
+        return [part]
+
+    def rejections(self, limit: Limit, part: _LogPart) -> Iterator[tuple[str, int, int]]:
+        """Client, time and number of the requests that are rejected if the limit is in force in a part of the log."""
         decide = ALGORITHMS[limit.algorithm].decide
-        found: dict[str, list[int]] = {}
         for name, client in self.clients.items():
             if client.busiest_minute <= limit.quota:
                 continue
-            times = client.times
             state: Any = None
-            rejections = []
-            for at in range(bisect_left(times, since_us), bisect_left(times, until_us)):
-                state, verdict = decide(state, times[at], 1, limit)
+            for at_us, weight in client.between(part.since_us, part.until_us):
+                state, verdict = decide(state, at_us, weight, limit)
                 if verdict[1]:
-                    rejections.append(times[at])
-            if rejections:
-                found[name] = rejections
-        return found
+                    yield name, at_us, weight
+
+    def rejected_share(self, limit: Limit, part: _LogPart) -> float:
+        return sum(weight for _, _, weight in self.rejections(limit, part)) / part.requests
 
 
 class _LogPart(NamedTuple):
@@ -119,6 +174,43 @@ class _LogPart(NamedTuple):
     requests: int
 
 
+class CurvePoint(NamedTuple):
+    """The effect of one quota."""
+
+    quota: int
+    burst: int | None
+    share: float
+    """The share of requests that it rejects."""
+    clients: int
+    """The number of clients that it rejects."""
+
+
+class DeterminingClient(NamedTuple):
+    """A client that the next lower limit would reject."""
+
+    client: str
+    kind: str
+    """The kind of its identity."""
+    requests: int
+    rejected: int
+    busiest_minute: int
+    """The most requests that it sent within one minute."""
+    at: str
+    """The time of its first rejection."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.client}" if self.client.startswith(PREFIX) else self.client
+
+
+class SuggestedDay(NamedTuple):
+    """The effect of a suggested limit on one day (UTC)."""
+
+    day: str
+    requests: int
+    share: float
+    """The rejected share."""
+
+
 @dataclass(slots=True)
 class SuggestedLimit:
     """The numbers for one tier, with what speaks for and against them."""
@@ -127,9 +219,9 @@ class SuggestedLimit:
     limit: Limit
     requests: int
     rejected: int
-    curve: list[dict[str, Any]]
-    determining: list[dict[str, Any]]
-    days: list[dict[str, Any]]
+    curve: list[CurvePoint]
+    determining: list[DeterminingClient]
+    days: list[SuggestedDay]
     held_out_share: float | None
     """The share that limits for the first half of the log reject in the second; None if there is too little traffic."""
     is_stable: bool
@@ -138,6 +230,34 @@ class SuggestedLimit:
     @property
     def share(self) -> float:
         return self.rejected / self.requests if self.requests else 0.0
+
+    @property
+    def reasons(self) -> list[str]:
+        """The reasons for these numbers, as lines of text."""
+        limit, days, names = self.limit, self.days, [_comment(f"{each}") for each in self.determining[:3]]
+        lines = [f"{_name(self)}: rejects {self.rejected:,} of {self.requests:,} requests ({_percent(self.share)})"]
+        if limit.algorithm == "token_bucket" and limit.capacity > limit.quota:
+            lines.append(f"token_bucket: clients send up to {limit.capacity:,} at once, but less on average")
+        elif limit.algorithm == "sliding_window":
+            lines.append("sliding_window: the traffic of clients is even, so a burst is not needed")
+        if days:
+            worst = max(days, key=lambda day: day.share)
+            lines.append(f"worst of {len(days)} days: {worst.day} with {_percent(worst.share)}")
+        if self.held_out_share is not None:
+            lines.append(f"limits for the first half of the log reject {_percent(self.held_out_share)} in the second")
+        if names:
+            lines.append(f"a lower limit would first reject {', '.join(names)}")
+        return lines
+
+    @property
+    def known_tier(self) -> str | None:
+        """The tier; None if no tiers are known."""
+        return None if self.tier == NO_TIER else self.tier
+
+    @property
+    def spelled(self) -> str:
+        """The numbers as in a policy."""
+        return _spelled(self.limit)
 
     def as_dict(self) -> dict[str, Any]:
         limit = self.limit
@@ -153,9 +273,9 @@ class SuggestedLimit:
             "held_out_share": self.held_out_share,
             "stable": self.is_stable,
             "within_cap": self.is_within_cap,
-            "curve": self.curve,
-            "determined_by": self.determining,
-            "days": self.days,
+            "curve": [point._asdict() for point in self.curve],
+            "determined_by": [client._asdict() for client in self.determining],
+            "days": [day._asdict() for day in self.days],
         }
 
 
@@ -174,6 +294,10 @@ class Suggestion:
     last_us: int
     requests: int
     skipped: int
+    sampled: int = 0
+    """Records of a decision log that represent several requests."""
+    is_cut: bool = False
+    """True if older records of a decision log were not read, because there are too many."""
 
     @property
     def is_stable(self) -> bool:
@@ -208,6 +332,7 @@ class Suggestion:
             "goals": self.goals.texts,
             "requests": self.requests,
             "skipped": self.skipped,
+            "sampled": self.sampled,
             "first": iso(self.first_us),
             "last": iso(self.last_us),
             "peak_per_minute": self.peak_per_minute,
@@ -215,10 +340,24 @@ class Suggestion:
             "stable": self.is_stable,
             "instabilities": self.instabilities,
             "conflicts": self.conflicts,
+            "notes": self.notes,
             "limits": [each.as_dict() for each in self.limits],
             "total": self.total,
             "policy": "\n".join(self.policy_lines()) + "\n",
         }
+
+    @property
+    def notes(self) -> list[str]:
+        """The limits of the data."""
+        notes = []
+        if self.goals.group is not None and all(each.tier == NO_TIER for each in self.limits):
+            notes.append(f"no tiers are known, so all clients count as {_comment(self.goals.group)}")
+        if self.sampled:
+            notes.append(
+                f"{self.sampled:,} records represent several requests each, which count as a burst: the limits are "
+                "higher than necessary. Record all requests with sample=1"
+            )
+        return notes
 
     def policy_lines(self) -> list[str]:
         """The lines of a policy with the suggested limits, and the reasons as comments."""
@@ -226,16 +365,15 @@ class Suggestion:
             f"# Suggested from {self.requests:,} requests from {iso(self.first_us)} to {iso(self.last_us)}.",
             *[f"# goal: {text}" for text in self.goals.texts],
             *[f"# warning: {text}" for text in (*self.conflicts, *self.instabilities)],
+            *[f"# note: {text}" for text in self.notes],
         ]
-        if self.goals.group is not None and all(each.tier == NO_TIER for each in self.limits):
-            lines.append(f"# note: no tiers are known, so all clients count as {_comment(self.goals.group)}")
         main = next((each for each in self.limits if each.tier in (self.default_tier, NO_TIER)), None)
         others = [each for each in self.limits if each is not main]
         if self.default_tier is not None:
             lines.append(f"tier: {_quoted(self.default_tier)}")
         lines.append("limits:")
         for each in self.limits:
-            lines += [f"  # {text}" for text in _reasons(each)]
+            lines += [f"  # {text}" for text in each.reasons]
         lines.append("  - name: per-client")
         lines.append(f"    by: {self.by}")
         if main is not None:
@@ -263,48 +401,29 @@ class SuggestionRun:
     on_progress: Callable[[int, int], None] | None = None
 
     def run(self) -> Suggestion:
+        """Read the logs of the options; InvalidInput for logs that cannot be read."""
         hasher = self.options.hasher()
-        policy = self.policy or read(f"limits: [{{by: {self.by}, bucket: 1/second, missing: ip}}]")
-        reader = self.options.reader([policy], hasher, self.on_progress)
-        engine = self.options.engine(policy, hasher)
-        snapshot, identities = engine.snapshot, engine.identities
-        identities.kinds |= {self.by} if self.by != "client" else {"tenant", "api_key", "user"}
-        groups: dict[str, _TierTraffic] = {}
-        known: dict[Any, _ClientTimes | None] = {}
-        minutes: Counter[int] = Counter()
-        total = _Total(self.goals)
+        found = self.learn(self.options.reader([self._policy], hasher, self.on_progress), hasher)
+        if found is None:
+            raise InvalidInput("the log has no requests to learn from")
+        return found
 
-        def find(request: LoggedRequest) -> _ClientTimes | None:
-            route = snapshot.route(request[1], decode_path(request[2]))
-            if route.is_exempt:
-                return None
-            who = identities.extract(request[4], request[2], route)
-            tier = snapshot.resolve(route, who, request[0]).tier or NO_TIER
-            kind = client_kind({name: value for name, value in who.items() if name != "tier"})
-            name = who.get(self.by) or who[kind]
-            group = groups.setdefault(tier, _TierTraffic(tier))
-            return group.clients.setdefault(name, _ClientTimes(array("q")))
-
-        depends_on_target = bool(identities.paths) or bool(policy.routes)
+    def learn(self, reader: LogReader | DecisionRecords, hasher: ApiKeyHasher) -> Suggestion | None:
+        """Suggested limits for the requests of a reader; None if no limit applies to any of them."""
+        policy, total = self._policy, _Total(self.goals)
+        traffic = _TrafficReader(self.options.engine(policy, hasher), self.by)
         for batch in sort_by_time(reader.batches()):
             for request in batch:
-                key = request[4] if not depends_on_target else (request[4], request[1], request[2])
-                if key in known:
-                    client = known[key]
-                else:
-                    if len(known) >= MAX_KNOWN:
-                        known.clear()
-                    client = known[key] = find(request)
-                if client is not None:
-                    client.times.append(request[0])
-                    minutes[request[0] // MINUTE_US] += 1
-                    total.add(request[0])
-        requests = sum(minutes.values())
-        if not requests:
-            raise InvalidInput("the log has no requests to learn from")
+                if weight := traffic.add(request):
+                    total.add(request[0], weight)
+        groups = traffic.groups
+        if not groups:
+            return None
+        minutes: Counter[int] = Counter()
         for group in groups.values():
+            minutes.update(group.minutes)
             for client in group.clients.values():
-                client.busiest_minute = _busiest(client.times)
+                client.find_busiest_minute()
         peak = max(minutes.values())
         cap = self.goals.cap_per_minute if self.goals.cap_share is None else self.goals.cap_share * peak
         limits = [_fit(group, self._share_of(group, policy), cap) for _, group in sorted(groups.items())]
@@ -319,9 +438,15 @@ class SuggestionRun:
             total=total.result(),
             first_us=min(each[0] for each in times),
             last_us=max(each[-1] for each in times),
-            requests=requests,
+            requests=minutes.total(),
             skipped=reader.skipped,
+            sampled=reader.sampled,
+            is_cut=reader.is_cut,
         )
+
+    @property
+    def _policy(self) -> Policy:
+        return self.policy or read(f"limits: [{{by: {self.by}, bucket: 1/second, missing: ip}}]")
 
     def _share_of(self, group: _TierTraffic, policy: Policy) -> float:
         """The goal for a group; InvalidInput for the name of an unknown tier."""
@@ -329,8 +454,50 @@ class SuggestionRun:
         name = self.goals.group
         if name is not None and name != PAYING and name not in tiers:
             hint = suggest(name, sorted([PAYING, *filter(None, tiers)]))
-            raise InvalidInput(f"--goal: {name!r} is not a tier of the policy; {hint}")
+            raise InvalidInput(f"goal: {name!r} is not a tier of the policy; {hint}")
         return self.goals.share
+
+
+class _TrafficReader:
+    """Groups requests by tier and client."""
+
+    def __init__(self, engine: PolicyReplay, by: str) -> None:
+        self.groups: dict[str, _TierTraffic] = {}
+        self._by = by
+        self._snapshot, self._identities = engine.snapshot, engine.identities
+        self._identities.kinds |= {by} if by != "client" else {"tenant", "api_key", "user"}
+        self._depends_on_target = bool(self._identities.paths) or bool(engine.policy.routes)
+        self._known: dict[Any, tuple[_TierTraffic, _ClientTimes, int] | None] = {}
+
+    def add(self, request: LoggedRequest) -> int:
+        """Add a request; the number of requests that it represents, or 0 if no limit applies to it."""
+        key = (request[4], request[1], request[2]) if self._depends_on_target else request[4]
+        if key in self._known:
+            found = self._known[key]
+        else:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            found = self._known[key] = self._find(request)
+        if found is None:
+            return 0
+        group, client, weight = found
+        client.add(request[0], weight)
+        group.minutes[request[0] // MINUTE_US] += weight
+        return weight
+
+    def _find(self, request: LoggedRequest) -> tuple[_TierTraffic, _ClientTimes, int] | None:
+        """The tier and the client of a request, and its weight; None on exempt routes and for blocked clients."""
+        weight = int(dict(request[4][2]).get(WEIGHT, 1))
+        route = self._snapshot.route(request[1], decode_path(request[2]))
+        who = self._identities.extract(request[4], request[2], route)
+        resolution = self._snapshot.resolve(route, who, request[0])
+        if route.is_exempt or resolution.block is not None or not weight:
+            return None
+        tier = resolution.tier or NO_TIER
+        kind = self._by if self._by in who else client_kind({name: who[name] for name in who if name != "tier"})
+        group = self.groups.setdefault(tier, _TierTraffic(tier))
+        client = group.clients.setdefault(who[kind], _ClientTimes(kind, array("q")))
+        return group, client, weight
 
 
 class _Total:
@@ -344,12 +511,12 @@ class _Total:
         self._state: Any = None
         self._requests = self._rejected = 0
 
-    def add(self, at_us: int) -> None:
+    def add(self, at_us: int, weight: int) -> None:
         if self._limit is not None:
-            self._requests += 1
+            self._requests += weight
             decide = ALGORITHMS[self._limit.algorithm].decide
-            self._state, verdict = decide(self._state, at_us, 1, self._limit)
-            self._rejected += verdict[1] != 0
+            self._state, verdict = decide(self._state, at_us, weight, self._limit)
+            self._rejected += weight * (verdict[1] != 0)
 
     def result(self) -> dict[str, Any] | None:
         if self._limit is None:
@@ -362,14 +529,8 @@ class _Total:
 
 def _fit(group: _TierTraffic, target: float, cap: float | None) -> SuggestedLimit:
     """The strictest limit under which each half of the log reaches the goal."""
-    times = group.times()
-    middle = len(times) // 2
-    whole = _LogPart(times[0], times[-1] + 1, len(times))
-    halves = [
-        _LogPart(times[0], times[middle], bisect_left(times, times[middle])),
-        _LogPart(times[middle], times[-1] + 1, len(times) - bisect_left(times, times[middle])),
-    ]
-    halves = [half for half in halves if half.requests]
+    whole = group.whole()
+    halves = group.halves(whole)
     found = [
         (candidate, _least_quota(group, candidate, halves, target))
         for candidate in map(_LimitCandidate._make, CANDIDATES)
@@ -377,18 +538,22 @@ def _fit(group: _TierTraffic, target: float, cap: float | None) -> SuggestedLimi
     within = [each for each in found if cap is None or each[0].most_per_minute(each[1]) <= cap]
     candidate, quota = min(within or found, key=lambda each: each[0].most_per_hour(each[1]))
     limit = candidate.limit(quota)
-    rejections = group.rejected(limit, whole.since_us, whole.until_us)
+    rejected: Counter[int] = Counter()
+    for _, at_us, weight in group.rejections(limit, whole):
+        rejected[at_us // DAY_US] += weight
     held_out: float | None = None
-    if len(times) >= MIN_REQUESTS and len(halves) == 2:
-        held_out = _held_out(group, times, halves, candidate, target)
+    if len(halves) == 2 and sum(len(client.times) for client in group.clients.values()) >= MIN_REQUESTS:
+        # The share that limits fitted to the first half of the log, as to the whole, reject in the second.
+        first = _least_quota(group, candidate, group.halves(halves[0]), target)
+        held_out = group.rejected_share(candidate.limit(first), halves[1])
     return SuggestedLimit(
         tier=group.tier,
         limit=limit,
-        requests=len(times),
-        rejected=sum(map(len, rejections.values())),
+        requests=whole.requests,
+        rejected=rejected.total(),
         curve=_curve(group, candidate, quota, whole),
         determining=_determining(group, candidate, quota, whole),
-        days=_days(group, times, rejections),
+        days=_days(group, rejected),
         held_out_share=held_out,
         is_stable=held_out is not None and held_out <= TOLERANCE * target,
         is_within_cap=bool(within),
@@ -400,7 +565,7 @@ def _least_quota(group: _TierTraffic, candidate: _LimitCandidate, parts: Iterabl
 
     def is_enough(quota: int) -> bool:
         limit = candidate.limit(quota)
-        return all(_share(group, limit, part) <= target for part in parts)
+        return all(group.rejected_share(limit, part) <= target for part in parts)
 
     low, high = 0, len(QUOTAS) - 1
     while low < high:
@@ -412,93 +577,48 @@ def _least_quota(group: _TierTraffic, candidate: _LimitCandidate, parts: Iterabl
     return QUOTAS[low]
 
 
-def _share(group: _TierTraffic, limit: Limit, part: _LogPart) -> float:
-    return sum(map(len, group.rejected(limit, part.since_us, part.until_us).values())) / part.requests
-
-
-def _held_out(
-    group: _TierTraffic, times: list[int], halves: Sequence[_LogPart], candidate: _LimitCandidate, target: float
-) -> float:
-    """The share that limits fitted to the first half of the log, as to the whole, reject in the second."""
-    first, second = halves
-    middle = bisect_left(times, second.since_us) // 2
-    parts = [
-        _LogPart(first.since_us, times[middle], bisect_left(times, times[middle])),
-        _LogPart(times[middle], first.until_us, first.requests - bisect_left(times, times[middle])),
-    ]
-    quota = _least_quota(group, candidate, [part for part in parts if part.requests], target)
-    return _share(group, candidate.limit(quota), second)
-
-
-def _curve(group: _TierTraffic, candidate: _LimitCandidate, quota: int, part: _LogPart) -> list[dict[str, Any]]:
+def _curve(group: _TierTraffic, candidate: _LimitCandidate, quota: int, part: _LogPart) -> list[CurvePoint]:
     """The rejected share and the number of rejected clients for quotas around the suggested one."""
     at = QUOTAS.index(quota)
     points = []
     for each in QUOTAS[max(0, at - CURVE_STEPS) : at + CURVE_STEPS + 1]:
-        rejections = group.rejected(candidate.limit(each), part.since_us, part.until_us)
-        share = sum(map(len, rejections.values())) / part.requests
-        points.append({"quota": each, "burst": candidate.limit(each).burst, "share": share, "clients": len(rejections)})
-        if not rejections and each >= quota:
+        limit, rejected = candidate.limit(each), Counter[str]()
+        for name, _, weight in group.rejections(limit, part):
+            rejected[name] += weight
+        share = rejected.total() / part.requests
+        points.append(CurvePoint(each, limit.burst, share, len(rejected)))
+        if not rejected and each >= quota:
             break
     return points
 
 
-def _determining(group: _TierTraffic, candidate: _LimitCandidate, quota: int, part: _LogPart) -> list[dict[str, Any]]:
+def _determining(
+    group: _TierTraffic, candidate: _LimitCandidate, quota: int, part: _LogPart
+) -> list[DeterminingClient]:
     """The clients that would be rejected most under the next lower quota."""
     at = QUOTAS.index(quota)
-    rejections = group.rejected(candidate.limit(QUOTAS[max(0, at - 1)]), part.since_us, part.until_us)
-    ranked = sorted(rejections.items(), key=lambda each: (-len(each[1]), each[0]))[:MAX_DETERMINING]
-    return [
-        {
-            "client": name,
-            "requests": len(group.clients[name].times),
-            "rejected": len(times),
-            "busiest_minute": group.clients[name].busiest_minute,
-            "at": iso(times[0]),
-        }
-        for name, times in ranked
-    ]
+    rejected: Counter[str] = Counter()
+    first_us: dict[str, int] = {}
+    for name, at_us, weight in group.rejections(candidate.limit(QUOTAS[max(0, at - 1)]), part):
+        rejected[name] += weight
+        first_us.setdefault(name, at_us)
+    ranked = sorted(rejected.items(), key=lambda each: (-each[1], each[0]))[:MAX_DETERMINING]
+    found = []
+    for name, number in ranked:
+        client, first = group.clients[name], iso(first_us[name])
+        found.append(DeterminingClient(name, client.kind, client.requests, number, client.busiest_minute, first))
+    return found
 
 
-def _days(group: _TierTraffic, times: list[int], rejections: dict[str, list[int]]) -> list[dict[str, Any]]:
+def _days(group: _TierTraffic, rejected: Mapping[int, int]) -> list[SuggestedDay]:
     """The rejected share of each day (UTC) under the suggested limit."""
-    rejected = Counter(at // DAY_US for each in rejections.values() for at in each)
-    days = []
-    start = 0
-    while start < len(times):
-        day = times[start] // DAY_US
-        end = bisect_right(times, (day + 1) * DAY_US - 1)
-        days.append({"day": iso(day * DAY_US)[:10], "requests": end - start, "share": rejected[day] / (end - start)})
-        start = end
-    return days
-
-
-def _busiest(times: Sequence[int]) -> int:
-    """The most requests within one minute."""
-    most = start = 0
-    for end, at_us in enumerate(times):
-        while times[start] <= at_us - MINUTE_US:
-            start += 1
-        most = max(most, end - start + 1)
-    return most
-
-
-def _reasons(each: SuggestedLimit) -> list[str]:
-    rejected = f"rejects {each.rejected:,} of {each.requests:,} requests ({_percent(each.share)})"
-    lines = [f"{_name(each)}: {rejected}"]
-    if each.limit.algorithm == "token_bucket" and each.limit.capacity > each.limit.quota:
-        lines.append(f"token_bucket: clients send up to {each.limit.capacity:,} at once, but less on average")
-    elif each.limit.algorithm == "sliding_window":
-        lines.append("sliding_window: the traffic of clients is even, so a burst is not needed")
-    if each.days:
-        worst = max(each.days, key=lambda day: day["share"])
-        lines.append(f"worst of {len(each.days)} days: {worst['day']} with {_percent(worst['share'])}")
-    if each.held_out_share is not None:
-        lines.append(f"limits for the first half of the log reject {_percent(each.held_out_share)} in the second")
-    if each.determining:
-        names = ", ".join([_comment(found["client"]) for found in each.determining[:3]])
-        lines.append(f"a lower limit would first reject {names}")
-    return lines
+    requests: Counter[int] = Counter()
+    for minute, number in group.minutes.items():
+        requests[minute * MINUTE_US // DAY_US] += number
+    return [
+        SuggestedDay(iso(day * DAY_US)[:10], number, rejected.get(day, 0) / number)
+        for day, number in sorted(requests.items())
+    ]
 
 
 def _name(each: SuggestedLimit) -> str:

@@ -117,6 +117,9 @@ def access_policy(proxies: Sequence[str] = ()) -> Policy:
             # Parsing a document of 1 MiB takes many seconds.
             {"name": "policy-checks", "path": "POST /api/v1/policy/check", "by": "token", "missing": "ip",
              "bucket": "20/minute, burst 10"},
+            # Reading the decision log takes seconds.
+            {"name": "suggestions", "path": ["GET /api/v1/policy/suggestions", "GET /policy/suggestions"],
+             "by": "token", "missing": "ip", "bucket": "20/minute, burst 10"},
         ],
     }  # fmt: skip
     if proxies:

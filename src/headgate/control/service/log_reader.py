@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from headgate.control.service.errors import LogUnavailable, NotFound, log_and_summarize
 from headgate.control.service.models import Slot, Timeline
 from headgate.errors import HeadgateError, InvalidInput
+from headgate.replay.sources import DecisionRecords
 from headgate.telemetry.decision_log.record import DecisionRecord, id_prefix
 from headgate.telemetry.decision_log.sinks import REJECTED, InvalidLog, MissingLog, open_reader, without_password
 from headgate.telemetry.why.report import ClientQuery, RejectionReport, why
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from headgate.policy.model import Policy
+    from headgate.replay.suggest import Suggestion, SuggestionRun
     from headgate.telemetry.decision_log.sinks import Reader
     from headgate.telemetry.human_time import Span
 
@@ -94,6 +96,11 @@ class DecisionLogReader:
                 raise InvalidInput(f"{name} must be the id of a record")
         with self._reader() as reader:
             return reader.recent(keys, after=after, before=before, outcome=outcome, most=most)
+
+    def suggest(self, run: SuggestionRun, *, since_us: int, most: int) -> Suggestion | None:
+        """Suggested limits for the newest requests, at most so many; None if there are none since that time."""
+        with self._reader() as reader:
+            return run.learn(DecisionRecords(reader, since_us, most), run.options.hasher())
 
     def last(self, *keys: str) -> DecisionRecord | None:
         """The newest record with one of these keys; None if there is none, or if the log cannot be read."""

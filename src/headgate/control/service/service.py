@@ -20,6 +20,7 @@ from headgate.control.service.overrides import OverrideService
 from headgate.control.service.policy import PolicyService
 from headgate.control.service.regions import RegionService
 from headgate.control.service.scripts import ScriptService
+from headgate.control.service.suggestions import SuggestionService
 from headgate.errors import HeadgateError
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class AdminService:
         self.regions = RegionService(deps, namespace)
         self.scripts = ScriptService(deps)
         self.ledger = LedgerService(deps, ledger)
+        self.suggestions = SuggestionService(deps)
 
     def watchers(self) -> list[CanaryEvaluator]:
         """The background work of an admin server: it evaluates canaries if it can see the nodes."""

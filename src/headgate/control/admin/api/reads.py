@@ -19,6 +19,7 @@ from headgate.control.service import models
 from headgate.control.service.client_lookup import Candidate
 from headgate.control.service.ledger import AccountRow, AccountView
 from headgate.control.service.redaction import redact_errors
+from headgate.control.service.suggestions import SuggestionView
 from headgate.errors import InvalidInput
 from headgate.quotas.statement import Statement
 from headgate.telemetry.decision_log.record import DecisionRecord
@@ -200,6 +201,13 @@ def check_policy(caller: CallerDependency, body: schemas.PolicyText) -> Any:
 def canary(caller: CallerDependency) -> Any:
     """The last canary of the policy, and the comparison of its nodes while it runs."""
     return caller.service.canaries.status(caller.actor)
+
+
+@_get("/policy/suggestions", view_model(SuggestionView), "role-too-low", "config-away", "log-away")
+def suggestions(caller: CallerDependency, query: InQuery[schemas.SuggestionsQuery]) -> Any:
+    """Limits that reach a goal, derived from the requests of the last days in the decision log, with their reasons.
+    Nothing is applied."""
+    return caller.service.suggestions.suggest(caller.actor, query.goal, days=query.days)
 
 
 @_get("/scripts", view_model(models.ScriptStatus))

@@ -20,6 +20,7 @@ from headgate.control.config import CanarySpec
 from headgate.control.config.history import Version
 from headgate.control.service.models import OverrideSpec, Role
 from headgate.control.service.redaction import looks_secret
+from headgate.control.service.suggestions import MAX_DAYS
 from headgate.errors import InvalidInput
 from headgate.policy import scalars
 from headgate.quotas.ledger import AccountSummary
@@ -32,8 +33,9 @@ __all__ = [
     "DecisionsQuery", "DiffQuery", "DifferenceModel", "EndCanaryBody", "FindBody", "Found", "GrantBody", "Name",
     "Number", "OptionalClientFilter", "OverrideBody", "OverridesQuery", "PolicyBody", "PolicyQuery", "PolicyText",
     "Reason", "RemovalQuery", "ResetBody", "RestoreBody", "RouteBody", "RouteRemovalQuery", "SearchBody", "Searched",
-    "StatementQuery", "StepsQuery", "TierBody", "TierNumbersBody", "TimelineQuery", "TokenBody", "TokenModel",
-    "VersionModel", "VersionsQuery", "WhoBody", "WhyModel", "WhyQuery", "WriteAnswer", "list_model", "view_model",
+    "StatementQuery", "StepsQuery", "SuggestionsQuery", "TierBody", "TierNumbersBody", "TimelineQuery", "TokenBody",
+    "TokenModel", "VersionModel", "VersionsQuery", "WhoBody", "WhyModel", "WhyQuery", "WriteAnswer", "list_model",
+    "view_model",
 ]  # fmt: skip
 
 MAX_INTEGER: Final = 2**53 - 1
@@ -317,6 +319,11 @@ class DecisionsQuery(OptionalClientFilter):
     before: RecordId = ""
     outcome: Outcome | None = None
     most: Most = 100
+
+
+class SuggestionsQuery(Query):
+    goal: Annotated[list[Name], Field(max_length=10)] = []
+    days: Annotated[Whole, Field(ge=1, le=MAX_DAYS)] = 7
 
 
 class PolicyQuery(Query):

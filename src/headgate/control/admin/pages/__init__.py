@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from fastapi import APIRouter
 from starlette.staticfiles import StaticFiles
 
-from headgate.control.admin.pages import access, blocks, clients, ledger, lists, overview, policy, regions
+from headgate.control.admin.pages import access, blocks, clients, ledger, lists, overview, policy, regions, suggestions
 from headgate.control.admin.pages.base import STATIC, PageRenderer
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ READS: Final[dict[str, Handler]] = {
     "/policy": policy.policy,
     "/policy/edit": policy.edit,
     "/policy/diff": policy.diff,
+    "/policy/suggestions": suggestions.suggestions,
     "/policy/versions": policy.versions,
     "/policy/versions/{version:int}": policy.version,
     "/regions": regions.regions,
