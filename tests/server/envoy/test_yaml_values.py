@@ -36,6 +36,7 @@ def read(text: str) -> object:
         ("12:30", "12:30"),
         ("2026-11-18", "2026-11-18"),
         ("99999999999999999999", 1e20),
+        ("-.inf", float("-inf")),
         ("a b", "a b"),
         ("[1, a]", [1, "a"]),
     ],
@@ -51,6 +52,10 @@ def test_last_of_equal_keys_wins_and_merged_keys_replace_nothing() -> None:
     assert read("a: 1\na: 2") == {"a": 2}
     assert read("base: &b {x: 1, z: 2}\nc: {z: 3, <<: *b}") == {"base": {"x": 1, "z": 2}, "c": {"x": 1, "z": 3}}
     assert read("u: &u {a: 1}\nv: &v {a: 2, b: 2}\nw: {<<: [*u, *v]}")["w"] == {"a": 1, "b": 2}  # type: ignore[index]
+
+
+def test_an_anchor_can_be_used_again() -> None:
+    assert read("a: &x 1\nb: *x\nc: &x 2\nd: *x") == {"a": 1, "b": 1, "c": 2, "d": 2}
 
 
 def test_only_the_first_document_is_read() -> None:

@@ -30,6 +30,7 @@ _WHOLE: Final = re.compile(r"[-+]?(?:0[xX][0-9a-fA-F]+|0[oO][0-7]+|0[bB][01]+|0|
 _FLOAT: Final = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _NO_NUMBER: Final = re.compile(r"[-+]?\.(?i:inf)|\.(?i:nan)")
 _MERGE_KEY: Final = "<<"
+_UNKNOWN_ALIAS: Final = re.compile("found undefined alias ('.*')")
 _BASE_LOADER: Final[Any] = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 _PARSER: Final[Any] = getattr(yaml.cyaml, "CParser", None) if hasattr(yaml, "cyaml") else None
 
@@ -48,6 +49,12 @@ def _sliced_loader() -> Any:
             Composer.__init__(self)
             BaseResolver.__init__(self)
 
+        def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+            event: Any = self.peek_event()
+            if isinstance(event, yaml.NodeEvent) and not isinstance(event, yaml.AliasEvent):
+                self.anchors.pop(event.anchor, None)  # may be used again, for another value
+            return super().compose_node(parent, index)
+
     return SlicedLoader
 
 
@@ -63,10 +70,14 @@ def load(text: str) -> yaml.Node | None:
     try:
         try:
             root = _compose(_SLICED_LOADER, text)
-        except (ComposerError, RecursionError):
+        except (ComposerError, RecursionError) as error:
+            if isinstance(error, ComposerError) and (found := _UNKNOWN_ALIAS.match(f"{error.problem}")):
+                raise YamlError(f"yaml: unknown anchor {found[1]} referenced") from None
             root = _compose(_BASE_LOADER, text)  # for its error, whose text is that of libyaml
     except yaml.MarkedYAMLError as error:
         raise YamlError(f"yaml: {_describe(error)}") from None
+    except yaml.reader.ReaderError as error:
+        raise YamlError(f"yaml: {error.reason}") from None
     except yaml.YAMLError as error:
         raise YamlError(f"yaml: {' '.join(str(error).split())}") from None
     except RecursionError:
@@ -169,8 +180,10 @@ def _number(text: str) -> int | float | str:
         number = int(octal[1] + octal[2], 8)
     elif _WHOLE.fullmatch(digits):
         number = int(digits, 0)
-    elif _FLOAT.fullmatch(digits) or _NO_NUMBER.fullmatch(text):
+    elif _FLOAT.fullmatch(digits):
         return float(digits)
+    elif _NO_NUMBER.fullmatch(text):
+        return float(text.replace(".", ""))
     else:
         return text
     return number if -(2**63) <= number < 2**63 else float(number)
