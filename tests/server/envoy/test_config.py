@@ -41,7 +41,7 @@ def test_a_file_becomes_rules_with_their_full_keys() -> None:
 
 def test_describe_lists_a_rule_per_line() -> None:
     assert load([("test.yaml", BASIC)]).describe().splitlines()[0] == (
-        "shop.user: unit=MINUTE requests_per_unit=10, shadow_mode: false"
+        "shop.user: unit=MINUTE requests_per_unit=10, shadow_mode: false, quota_mode: false"
     )
 
 
@@ -117,6 +117,16 @@ def test_algorithms_bursts_and_windows_go_beyond_the_original_format() -> None:
             "domain: [a]\ndescriptors: [{key: a, shadow_mode: 5}]",
             "config error, yaml file contains list of type other than map: a",
         ),
+        (
+            "domain: d\ndescriptors:\n- key: a\n  shadow_mode: 1\n  rate_limit: {requests_per_unit: lots}",
+            MISMATCH
+            + "line 4: cannot unmarshal !!int `1` into bool\n  line 5: cannot unmarshal !!str `lots` into uint32",
+        ),
+        ("domain: .inf", "error checking config"),
+        ("1.0: a", "config error, key is not of type string: 1"),
+        ("1e+300: a", "config error, key is not of type string: 1e+300"),
+        ("domain: *d", "error loading config file: yaml: unknown anchor 'd' referenced"),
+        ("domain: \a", "error loading config file: yaml: control characters are not allowed"),
         (
             "- a",
             MISMATCH + "line 1: cannot unmarshal !!seq into map[interface {}]interface {}",
@@ -293,3 +303,11 @@ def test_tiers_of_a_client_in_several_files_must_agree() -> None:
     with pytest.raises(ConfigError, match=r"^b.yaml: .* line 2, column 17: another file has tier 'pro'$"):
         load(files, merge_domains=True)
     load([("a.yaml", TIERS), ("b.yaml", "domain: shop\nclients: {initech: free}")], merge_domains=True)
+
+
+def test_keys_of_metadata_are_those_of_the_original() -> None:
+    found = rules(
+        "domain: d\ndescriptors:\n"
+        "- {key: a, rate_limit: {unit: day}, metadata: {010: x, n: {1: x, no: z, ~: [{2.50: v}]}}}"
+    )
+    assert found["d.a"].metadata == {"010": "x", "n": {"1": "x", "false": "z", "<nil>": [{"2.5": "v"}]}}

@@ -92,7 +92,8 @@ def test_the_health_check_follows_the_state(client: AppClient, monkeypatch: pyte
 
 def test_configuration_and_statistics_are_shown(client: AppClient) -> None:
     client.post("/json", json=BODY)
-    assert client.get("/rlconfig").text == "shop.user: unit=MINUTE requests_per_unit=1, shadow_mode: false\n"
+    shown = "shop.user: unit=MINUTE requests_per_unit=1, shadow_mode: false, quota_mode: false\n"
+    assert client.get("/rlconfig").text == shown
     assert "ratelimit.service.rate_limit.shop.user.total_hits: 1\n" in client.get("/stats").text
     assert client.get("/stats?format=json").json()["ratelimit.service.config_load_success"] == 1
     assert 'ratelimit_service_rate_limit_total_hits{domain="shop",key1="user"} 1\n' in client.get("/metrics").text

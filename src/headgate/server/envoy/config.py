@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from hashlib import blake2b
+from math import isfinite, isnan
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
@@ -66,6 +67,7 @@ _PLACES: Final = {
     "name": "below rate_limit or in an entry of replaces",
 }
 _MAX_VALUE_IN_ERROR: Final = 10
+_GO_EXPONENT_FROM: Final = 1e21
 MAX_NAME_LENGTH: Final = 100
 
 
@@ -164,7 +166,7 @@ class Configuration:
         units = {number: name for name, number in UNITS.items()}
         return "".join(
             f"{rule.full_key}: unit={units.get(rule.unit, 'UNKNOWN')} requests_per_unit={rule.requests_per_unit}, "
-            f"shadow_mode: {str(rule.shadow_mode).lower()}\n"
+            f"shadow_mode: {str(rule.shadow_mode).lower()}, quota_mode: {str(rule.quota_mode).lower()}\n"
             for rule in self.rules()
         )
 
@@ -227,7 +229,8 @@ class _File:
         self.charge_refused = False
         self.clients: dict[str, tuple[str, yaml.Node]] = {}
         self.descriptors: list[dict[str, Any]] = []
-        self._problems: list[str] = []
+        self._problems: list[tuple[int, str]] = []
+        """Values of the wrong type, with the numbers of their lines."""
 
     def error(self, text: str) -> ConfigError:
         return ConfigError(f"{self.name}: {text}")
@@ -268,7 +271,8 @@ class _File:
         }
         self.descriptors = self._descriptors(top.get("descriptors"))
         if self._problems:
-            raise self.error("error loading config file: yaml: unmarshal errors:\n  " + "\n  ".join(self._problems))
+            problems = "".join(f"\n  line {line}: {text}" for line, text in sorted(self._problems, key=_line_of))
+            raise self.error(f"error loading config file: yaml: unmarshal errors:{problems}")
 
     def _fields(self, node: yaml.MappingNode, allowed: tuple[str, ...], rule: str = "") -> dict[str, yaml.Node]:
         found = {}
@@ -395,17 +399,16 @@ class _File:
         return value
 
     def _metadata(self, node: yaml.Node | None) -> dict[str, Any] | None:
-        value = None if node is None else yaml_values.plain(node)
-        if node is None or value is None:
+        if node is None or yaml_values.tag_of(node) == "!!null":
             return None
-        if not isinstance(value, dict):
+        if not isinstance(node, yaml.MappingNode):
             self._mismatch(node, "map[string]interface {}")
             return None
-        return {_go_text(key): each for key, each in value.items()}
+        # Keys of the first level are texts as written, and those below it the text of a value.
+        return {self._text(key): _json(yaml_values.plain(each)) for key, each in yaml_values.fields(node).values()}
 
     def _mismatch(self, node: yaml.Node, go_type: str) -> None:
-        line = node.start_mark.line + 1
-        self._problems.append(f"line {line}: cannot unmarshal {_quoted(node)} into {go_type}")
+        self._problems.append((node.start_mark.line + 1, f"cannot unmarshal {_quoted(node)} into {go_type}"))
 
     def add_to(self, domains: dict[str, DomainRules], *, merge_domains: bool) -> None:
         """Build the tree of the file's domain."""
@@ -554,8 +557,21 @@ def _matches_all(_: str) -> bool:
     return True
 
 
+def _line_of(problem: tuple[int, str]) -> int:
+    return problem[0]
+
+
+def _json(value: Any) -> Any:
+    """A value with texts as keys, as in JSON."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else _go_text(key): _json(each) for key, each in value.items()}
+    return [_json(each) for each in value] if isinstance(value, list) else value
+
+
 def _go_text(value: object) -> str:
     """A value as Go's fmt prints it."""
+    if isinstance(value, float):
+        return _go_float(value)
     if value is None:
         return "<nil>"
     if isinstance(value, bool):
@@ -565,3 +581,12 @@ def _go_text(value: object) -> str:
     if isinstance(value, dict):
         return f"map[{' '.join(f'{_go_text(key)}:{_go_text(each)}' for key, each in sorted(value.items(), key=str))}]"
     return str(value)
+
+
+def _go_float(number: float) -> str:
+    """A float as Go's fmt prints it: without ".0", and with an exponent only from 1e+21 on."""
+    if not isfinite(number):
+        return "NaN" if isnan(number) else "+Inf" if number > 0 else "-Inf"
+    if number.is_integer() and abs(number) < _GO_EXPONENT_FROM:
+        return str(int(number))
+    return repr(number)
