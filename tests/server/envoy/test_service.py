@@ -272,6 +272,14 @@ def test_a_shared_threshold_of_a_parent_applies_to_the_limit_below() -> None:
         (rule("a", 1, more="value_to_metric: true,"), [("a", "")], "d.a"),
         (rule("a", 1, more="detailed_metric: true,"), [("a", "x")], "d.a_x"),
         (nested("a", rule("b", 1, more="detailed_metric: true,")), [("a", "x"), ("b", "y")], "d.a_x.b_y"),
+        (rule("a", 1, more="detailed_metric: true,"), [("a", "")], "d.a_"),
+        (
+            nested("a", rule("b", 1, more='value: "y*", share_threshold: true, detailed_metric: true,')),
+            [("a", ""), ("b", "yz")],
+            "d.a.b_y*",
+        ),
+        (rule("a*", 1), [("ab", "x")], "d.ab_a*"),
+        (rule("a*", 1, more="value_to_metric: true,"), [("ab", "x")], "d.ab_x"),
         (nested("a", rule("b", 1), "value_to_metric: true,"), [("a", "x"), ("b", "y")], "d.a_x.b"),
         (nested("a", rule("b", 1, more="value_to_metric: true,")), [("a", "x"), ("b", "y")], "d.a.b_y"),
     ],
@@ -280,6 +288,13 @@ def test_names_of_statistics(descriptor: str, entries: Entries, key: str) -> Non
     subject = service(descriptor)
     ask(subject, entries)
     assert subject.stats()[f"{PREFIX}{key}.total_hits"] == 1
+
+
+def test_names_of_statistics_without_dots() -> None:
+    subject = service(rule("path.prefix", 1, more="value_to_metric: true,"), SANITIZE_DESCRIPTOR_METRIC_DOTS="true")
+    assert not [name for name in subject.stats() if name.startswith(f"{PREFIX}d.")]
+    ask(subject, [("path.prefix", "/v1.2")])
+    assert subject.stats()[f"{PREFIX}d.path_prefix_/v1_2.total_hits"] == 1
 
 
 def test_response_headers_describe_the_tightest_limit() -> None:

@@ -219,9 +219,10 @@ class _ServiceBase:
             self._counters.count("config_load_error")
             self.decisions.policy_error = str(error)
             raise
-        for rule in configuration.rules():
-            if not rule.unlimited:
-                self._counters.declare(rule.full_key)
+        if not settings.sanitize_descriptor_metric_dots:  # whose names are known with the first request
+            for rule in configuration.rules():
+                if not rule.unlimited:
+                    self._counters.declare(rule.full_key)
         return settings, configuration
 
     def _use(self, settings: ServiceSettings, configuration: Configuration) -> list[Any]:
@@ -258,7 +259,7 @@ class _ServiceBase:
         rules = None if self._configuration is None else self._configuration.domains.get(domain)
         if rules is None or len(entries) > MAX_BUCKET_ENTRIES:
             return None
-        matches = (_find(rules, domain, order) for order in permutations(entries))
+        matches = (_find(rules, domain, order, self._settings) for order in permutations(entries))
         return next((match for match in matches if match is not None), None)
 
     def _answer(self, request: Any) -> Generator[list[_Check | _GiveBack], list[Any], Any]:
@@ -316,7 +317,7 @@ class _ServiceBase:
         content = descriptor.SerializeToString()
         found = self._descriptors.get((domain, content))
         if found is None:
-            found = _Descriptor.read(descriptor, _match(rules, domain, descriptor))
+            found = _Descriptor.read(descriptor, _match(rules, domain, descriptor, self._settings))
             if len(self._descriptors) >= MAX_CACHED_DESCRIPTORS:
                 self._descriptors.clear()
             if len(content) <= MAX_CACHED_BYTES:
@@ -351,7 +352,8 @@ class _ServiceBase:
             yield from self._look(groups, charges_refused=charges_refused)
         groups = self._groups(enforced, settings, charges_refused)
         if charges_refused:
-            yield from self._charge_each(groups, stops=settings.stop_cache_key_increment_when_overlimit)
+            stops = settings.stop_cache_key_increment_when_overlimit
+            yield from self._charge_each(groups, stops=stops)
             return
         decision = None
         if groups and is_denied:
@@ -397,12 +399,14 @@ class _ServiceBase:
     def _charge_each(
         self, groups: list[_Group], *, stops: bool
     ) -> Generator[list[_Check | _GiveBack], list[Any], None]:
-        """Charge every counter on its own, also beyond its limit; if `stops`, only those that are over."""
+        """Charge every counter on its own, also beyond its limit; if `stops` and one is over, only those that are."""
         charged = groups
         if stops and len(groups) > 1:
             yield from self._look(groups, charges_refused=True)
             over = [group for group in groups if any(line.is_over for line in group.lines)]
             charged = over or groups
+            for line in [line for group in groups if group not in charged for line in group.lines]:
+                line.before -= line.hits  # its hits are not among those that were used
         results = yield [_Check([group], (group.cost,)) for group in charged]
         for group, decision in zip(charged, results, strict=True):
             group.record(decision, 0, charged=group.cost, charges_refused=True)
@@ -414,11 +418,13 @@ class _ServiceBase:
         groups: dict[tuple[str, str], _Group] = {}
         for line in lines:
             match = line.match
-            if match is None or match.key is None:
+            if match is None:
                 continue
             key = match.key
             if charges_refused or (settings.use_calendar_month_rate_limit and match.rule.unit == MONTH):
-                key = self._special_key(match, key.limit, settings, charges_refused)
+                key = _special_key(match, settings, charges_refused)
+            if key is None:
+                continue
             identity = key.limit.space, key.identity
             group = groups.get(identity)
             if group is None:
@@ -427,15 +433,6 @@ class _ServiceBase:
                 group.lines.append(line)
                 group.cost += line.hits
         return [*groups.values()]
-
-    def _special_key(self, match: Match, limit: Limit, settings: ServiceSettings, charges_refused: bool) -> Key:
-        """The counter of a calendar month, or of a domain that charges rejected requests."""
-        parts = match.parts
-        if settings.use_calendar_month_rate_limit and match.rule.unit == MONTH:
-            limit = Limit(limit.quota, CALENDAR_MONTH, name=limit.name)
-        if charges_refused:
-            limit = Limit(UNBOUNDED_QUOTA, limit.period, algorithm="fixed_window", name=limit.name)
-        return limit.by(*parts)
 
     def _response(self, request: Any, lines: list[DescriptorLine], settings: ServiceSettings) -> Any:
         response = rls_pb2.RateLimitResponse()
@@ -595,46 +592,48 @@ def _count_error(counters: ServiceStats, error: Exception) -> ServiceError:
     return error if isinstance(error, ServiceError) else ServiceError(str(error))
 
 
-def _match(rules: DomainRules, domain: str, descriptor: Any) -> Match | None:
+def _match(rules: DomainRules, domain: str, descriptor: Any, settings: ServiceSettings) -> Match | None:
     """The limit that a descriptor brings along, or the rule that applies to it."""
     entries = _entries(descriptor)
     if descriptor.HasField("limit"):
-        return _override(domain, entries, descriptor.limit.requests_per_unit, descriptor.limit.unit)
-    return _find(rules, domain, entries)
+        return _override(domain, entries, descriptor.limit.requests_per_unit, descriptor.limit.unit, settings)
+    return _find(rules, domain, entries, settings)
 
 
-def _find(rules: DomainRules, domain: str, entries: tuple[tuple[str, str], ...]) -> Match | None:
+def _find(
+    rules: DomainRules, domain: str, entries: tuple[tuple[str, str], ...], settings: ServiceSettings
+) -> Match | None:
     """The rule at the depth of a descriptor, with the name of its statistics."""
     node = rules.root
-    stats_key = detailed_key = domain
-    parts: list[str] = []
+    counted: list[tuple[str, str]] = []
+    named: list[tuple[str, str]] = []
     shares = False
     for depth, (key, value) in enumerate(entries):
         child, by_pattern = node.find(key, value)
         if child is None or (depth < len(entries) - 1 and not child.children):
             return None
-        shown = value
-        if by_pattern and child.share_threshold:
-            shown, shares = child.value if child.value is not None else child.key, True
-        parts += (key, shown)
-        detailed_key += f".{key}_{shown}" if shown or not shares else f".{key}"
-        if by_pattern and child.share_threshold:
-            stats_key += f".{child.label}"
-        elif child.value_to_metric or (child.value is not None and not by_pattern):
-            stats_key += f".{key}_{value}" if value else f".{key}"
-        else:
-            stats_key += f".{child.label}"
+        pattern = child.label.removeprefix(f"{key}_") if by_pattern else ""
+        is_shared = by_pattern and child.share_threshold
+        counted.append((key, pattern if is_shared else value))
+        is_named = child.value_to_metric or (child.value is not None and not by_pattern)
+        named.append((key, value if is_named and not is_shared else pattern))
+        shares = shares or is_shared
         node = child
     rule = node.rule
     if rule is None:
         return None
     unit = str(rule.unit or rule.limit)  # that of the rule itself: tiers and overrides keep the counter
     rule = rule.for_value(entries[-1][1], rules.clients)
-    shown_key = detailed_key if rule.detailed_metric else stats_key
-    return Match.of(rule, shown_key, (domain, unit, *parts))
+    labels = [f"{key}_{value}" if value else key for key, value in (counted if rule.detailed_metric else named)]
+    if rule.detailed_metric and not shares:
+        labels = [f"{key}_{value}" for key, value in counted]  # also without a value
+    parts = domain, unit, *[text for pair in counted for text in pair]
+    return Match.of(rule, _stats_key(domain, labels, settings), parts)
 
 
-def _override(domain: str, entries: tuple[tuple[str, str], ...], requests_per_unit: int, unit: int) -> Match:
+def _override(
+    domain: str, entries: tuple[tuple[str, str], ...], requests_per_unit: int, unit: int, settings: ServiceSettings
+) -> Match:
     """The limit that a request brings along."""
     if unit not in UNIT_SECONDS:
         raise ServiceError(f"invalid rate limit unit {unit} in the limit override of a descriptor; use 1 to 7")
@@ -646,7 +645,28 @@ def _override(domain: str, entries: tuple[tuple[str, str], ...], requests_per_un
         period = timedelta(seconds=UNIT_SECONDS[unit])
         limit = Limit(requests_per_unit, period, algorithm="fixed_window", name=name)
     rule = DescriptorRule(full_key, requests_per_unit, unit, limit=limit, origin="override")
-    return Match.of(rule, full_key, (domain, f"override-{unit}", *[text for entry in entries for text in entry]))
+    parts = domain, f"override-{unit}", *[text for entry in entries for text in entry]
+    return Match.of(rule, _stats_key(domain, labels, settings), parts)
+
+
+def _special_key(match: Match, settings: ServiceSettings, charges_refused: bool) -> Key | None:
+    """The counter of a calendar month, or of a domain that charges rejected requests; it may exceed the limit."""
+    rule, limit = match.rule, match.rule.limit
+    if charges_refused and limit is None and rule.unit:  # a rule that allows nothing has usage, too
+        limit = Limit(1, timedelta(seconds=UNIT_SECONDS[rule.unit]), name=limit_name(rule.full_key))
+    if limit is None:
+        return None
+    if settings.use_calendar_month_rate_limit and rule.unit == MONTH:
+        limit = Limit(limit.quota, CALENDAR_MONTH, name=limit.name)
+    if charges_refused:
+        limit = Limit(UNBOUNDED_QUOTA, limit.period, algorithm="fixed_window", name=limit.name)
+    return limit.by(*match.parts)
+
+
+def _stats_key(domain: str, labels: list[str], settings: ServiceSettings) -> str:
+    if settings.sanitize_descriptor_metric_dots:
+        labels = [label.replace(".", "_") for label in labels]
+    return f"{domain}.{'.'.join(labels)}"
 
 
 def _entries(descriptor: Any) -> tuple[tuple[str, str], ...]:
@@ -769,5 +789,5 @@ def _merge(target: dict[str, Any], source: dict[str, Any]) -> None:
 
 def _copy(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _copy(each) for key, each in value.items()}
+        return {key: _copy(each) for key, each in value.items()}
     return [_copy(each) for each in value] if isinstance(value, list) else value

@@ -29,6 +29,7 @@ class ServiceSettings:
     use_calendar_month_rate_limit: bool = False
     stop_cache_key_increment_when_overlimit: bool = False
     near_limit_ratio: float = 0.8
+    sanitize_descriptor_metric_dots: bool = False
     limit_response_headers_enabled: bool = False
     limit_limit_header: str = "RateLimit-Limit"
     limit_remaining_header: str = "RateLimit-Remaining"
