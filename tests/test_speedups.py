@@ -22,9 +22,9 @@ import headgate
 from headgate import InvalidLimit, Key, Limit, speedups
 from headgate.algorithms import NEVER
 from headgate.gate import headers
-from headgate.regions import routing
+from headgate.regions import reconciled, routing
 from headgate.stores.memory import MemoryStore
-from headgate.stores.operations import Check, Refund, Reset
+from headgate.stores.operations import Check, IdempotentCheck, Refund, Reset
 from headgate.stores.redis import decoding, encoding
 from headgate.testing import FakeClock
 from support.growth import assert_nothing_grows
@@ -61,6 +61,8 @@ def test_compiled_functions_are_used(native: Any) -> None:
     assert encoding.pack_keys is native.pack_keys
     assert decoding.answers is native.decode_allowed
     assert routing.replace_fields is native.replace_fields
+    assert routing.translate_check is native.translate_check
+    assert reconciled.add_usage is native.add_usage
     store = MemoryStore(FakeClock())
     store.check(Limit(3, MINUTE).by("ada"))
     assert [type(meter) for meter in store._meters.values()] == [native.Meter]
@@ -100,6 +102,95 @@ def test_replacing_fields_that_a_tuple_does_not_have_is_an_error(native: Any) ->
     for start in (-1, 2, 4, sys.maxsize):
         with pytest.raises(IndexError):
             native.replace_fields(Check((), 1), start, "a", "b")
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.sampled_from(["same", "other", "new"]), max_size=4),
+    st.sampled_from([Check, IdempotentCheck]),
+    st.data(),
+)
+def test_checks_are_translated_as_in_python(kinds: list[str], kind: type[Check], data: st.DataObject) -> None:
+    limits = {name: Limit(5, MINUTE, name=name) for name in ("same", "other", "new")}
+    counted = {limits["same"]: limits["same"], limits["other"]: Limit(2, MINUTE, name="other")}
+    keys = tuple(limits[name].by(data.draw(st.sampled_from(["ada", "bob"]))) for name in kinds)
+    check = kind(keys, data.draw(st.integers(0, 3)), data.draw(st.none() | st.just("id")))
+    native = import_module("headgate._native").translate_check(check, counted)
+    python = routing.plain_translate_check(check, counted)
+    assert native == python
+    assert type(native) is type(python)
+    if python is None:
+        assert "new" in kinds
+    else:
+        assert (native is check) == (python is check) == ("other" not in kinds)
+        assert [type(key) for key in native.keys] == [Key] * len(keys)
+
+
+def test_translating_what_is_no_check_is_an_error(native: Any) -> None:
+    for args in ((), (Check((), 1),), (Check((), 1), []), ([], {}), (KEY, {})):
+        with pytest.raises(TypeError):
+            native.translate_check(*args)
+    with pytest.raises(TypeError, match="unhashable"):
+        native.translate_check(Check((([], (), ""),), 1), {})  # type: ignore[arg-type]
+    assert native.translate_check(Check(("ada",), 1), {}) is None  # type: ignore[arg-type]
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.tuples(st.sampled_from(["ada", "bob"]), st.integers(0, 9) | st.just(2**62), st.integers(-1, 12))),
+    st.integers(0, 2**62),
+)
+def test_usage_is_added_as_in_python(events: list[tuple[str, int, int]], admitted: int) -> None:
+    native = import_module("headgate._native").add_usage
+    slots = [{"ada": [0, 0, 10, admitted], "text": [0, 0, 10, "x"]} for _ in range(2)]
+    for key, cost, at_us in events:
+        added = native(slots[0], key, cost, at_us)
+        if not added and slots[0].get(key, [0, 0, 0, 0])[3] > 2**62:
+            break  # beyond what is exact: Python goes on
+        assert added is reconciled.plain_add_usage(slots[1], key, cost, at_us)  # type: ignore[arg-type]
+        assert slots[0] == slots[1]
+
+
+@pytest.mark.parametrize("cost", [True, 1.0, -1, 2**63, "1", None, (1,)], ids=repr)
+def test_unusual_usage_is_left_to_python(native: Any, cost: Any) -> None:
+    slots: dict[Any, Any] = {"ada": [0, 0, 10, 5], "short": [0, 0, 10], "text": [0, 0, 10, "5"], "none": None}
+    assert not native.add_usage(slots, "ada", cost, 5)
+    assert not any(native.add_usage(slots, key, 1, 5) for key in ("short", "text", "none", "missing"))
+    assert slots["ada"] == [0, 0, 10, 5]
+    for args in ((), ({},), ([], "ada", 1, 5), ({}, [], 1, 5)):
+        with pytest.raises(TypeError):
+            native.add_usage(*args)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_threads_lose_no_usage_while_it_is_flushed(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(reconciled, "add_usage", None)
+    counter = reconciled.AdmissionCounter()
+    keys = [Limit(5, MINUTE, algorithm="fixed_window", name="usage").by(str(number)) for number in range(3)]
+    start, flushed = threading.Barrier(5), 0
+
+    def count() -> None:
+        start.wait()
+        for number in range(3000):
+            key, at_us = keys[number % 3], number // 1000 * 60_000_000
+            if not counter.add(key, 1, at_us):
+                counter.record(key, 1, at_us)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        start.wait()
+        while any(thread.is_alive() for thread in threads):
+            flushed += sum(admitted for admitted, _ in counter.begin_flush()[1].values())
+            counter.end_flush()
+    finally:
+        sys.setswitchinterval(before)
+    flushed += sum(admitted for admitted, _ in counter.begin_flush()[1].values())
+    assert flushed == 4 * 3000
 
 
 @pytest.mark.parametrize("switch", ["1", "yes"])
@@ -172,6 +263,7 @@ DECISION_TABLES = (
         "algorithms/test_differential.py",
         " ".join(f"algorithms/test_{name}.py" for name in DECISION_TABLES),
         "gate/test_responses.py",
+        "regions/test_reconciled.py",
         "stores/test_conformance.py",
         "stores/test_memory.py",
         "telemetry/decision_log/test_log.py",

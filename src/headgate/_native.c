@@ -3,7 +3,9 @@
  *     Meter, charge      the common check of the memory store    stores/memory.py
  *     pack_keys          the keys of a batch for Redis           plain_pack_keys in stores/redis/encoding.py
  *     decode_allowed     the reply to a batch                    plain_answers in stores/redis/decoding.py
+ *     translate_check    a check on the limits of a region       plain_translate_check in regions/routing.py
  *     replace_fields     another Key, Check or Decision          plain_replace_fields in regions/routing.py
+ *     add_usage          usage that other regions must know      plain_add_usage in regions/reconciled.py
  *     RateLimitHeaders   the header fields of a response         PlainRateLimitHeaders in gate/headers.py
  *
  * Only the public C API is used. A function returns None for input that is not the common case, before it has changed
@@ -606,7 +608,7 @@ static PyObject *decode_allowed(PyObject *self, PyObject *const *args, Py_ssize_
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-/* -- Regions: replace_fields --------------------------------------------------------------------------------------- */
+/* -- Regions: translate_check, replace_fields and add_usage -------------------------------------------------------- */
 
 PyDoc_STRVAR(replace_fields_doc,
              "replace_fields(record, start, /, *values)\n--\n\n"
@@ -631,6 +633,87 @@ static PyObject *replace_fields(PyObject *Py_UNUSED(self), PyObject *const *args
         PyTuple_SET_ITEM(copy, index, Py_NewRef(value));
     }
     return copy;
+}
+
+PyDoc_STRVAR(translate_check_doc,
+             "translate_check(check, counted, /)\n--\n\n"
+             "Return the check on the limits to which a dict maps those of its keys. Return None if one is not in it.");
+
+/* A copy of a named tuple with another first field, to which it takes the reference; NULL with an exception. */
+static PyObject *with_first(PyObject *record, PyObject *first) {
+    Py_ssize_t size = PyTuple_GET_SIZE(record);
+    PyObject *copy = Py_TYPE(record)->tp_alloc(Py_TYPE(record), size);
+    if (copy == NULL) {
+        Py_DECREF(first);
+        return NULL;
+    }
+    PyTuple_SET_ITEM(copy, 0, first);
+    for (Py_ssize_t index = 1; index < size; index++) {
+        PyTuple_SET_ITEM(copy, index, Py_NewRef(PyTuple_GET_ITEM(record, index)));
+    }
+    return copy;
+}
+
+static PyObject *translate_check(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2 || !is_check(args[0]) || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "expected translate_check(check: Check, counted: dict)");
+        return NULL;
+    }
+    PyObject *check = args[0], *keys = PyTuple_GET_ITEM(check, CHECK_KEYS);
+    Py_ssize_t size = PyTuple_GET_SIZE(keys);
+    PyObject *translated = PyTuple_New(size);
+    bool has_changed = false;
+    for (Py_ssize_t index = 0; translated != NULL && index < size; index++) {
+        PyObject *key = PyTuple_GET_ITEM(keys, index);
+        bool is_key = PyTuple_Check(key) && PyTuple_GET_SIZE(key) == KEY_FIELDS;
+        PyObject *limit = is_key ? PyTuple_GET_ITEM(key, KEY_LIMIT) : NULL;
+        PyObject *counted = is_key ? PyDict_GetItemWithError(args[1], limit) : NULL;
+        if (counted == NULL) {
+            Py_DECREF(translated);
+            return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+        }
+        has_changed = has_changed || counted != limit;
+        key = counted == limit ? Py_NewRef(key) : with_first(key, Py_NewRef(counted));
+        if (key == NULL) {
+            Py_CLEAR(translated);
+            break;
+        }
+        PyTuple_SET_ITEM(translated, index, key);
+    }
+    if (translated == NULL || has_changed) return translated == NULL ? NULL : with_first(check, translated);
+    Py_DECREF(translated);
+    return Py_NewRef(check);
+}
+
+enum { SLOT_NUMBER, SLOT_START, SLOT_END, SLOT_ADMITTED, SLOT_FIELDS };
+
+PyDoc_STRVAR(add_usage_doc,
+             "add_usage(open_slots, key, cost, at_us, /)\n--\n\n"
+             "Add an admission to the slot that is open for a key; False if none is open at that time.");
+
+/* No Python code runs between the lookup and the end, so that no other thread sees a slot that is half changed. */
+static PyObject *add_usage(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 4 || !PyDict_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "expected add_usage(open_slots: dict, key, cost: int, at_us: int)");
+        return NULL;
+    }
+#ifdef Py_GIL_DISABLED
+    Py_RETURN_FALSE;
+#else
+    int128 cost, at_us, start, end, admitted;
+    if (!read_int(args[2], &cost) || !read_int(args[3], &at_us)) Py_RETURN_FALSE;
+    PyObject *slot = PyDict_GetItemWithError(args[0], args[1]);
+    if (slot == NULL && PyErr_Occurred()) return NULL;
+    if (slot == NULL || !PyList_CheckExact(slot) || PyList_GET_SIZE(slot) != SLOT_FIELDS ||
+        !read_int(PyList_GET_ITEM(slot, SLOT_START), &start) || !read_int(PyList_GET_ITEM(slot, SLOT_END), &end) ||
+        at_us < start || at_us >= end || !read_int(PyList_GET_ITEM(slot, SLOT_ADMITTED), &admitted) || cost < 0 ||
+        cost > MAX_MAGNITUDE || admitted < 0 || admitted > MAX_MAGNITUDE) {
+        Py_RETURN_FALSE;
+    }
+    PyObject *sum = new_int(admitted + cost);
+    if (sum == NULL || PyList_SetItem(slot, SLOT_ADMITTED, sum) < 0) return NULL;
+    Py_RETURN_TRUE;
+#endif
 }
 
 /* -- HTTP: RateLimitHeaders ---------------------------------------------------------------------------------------- */
@@ -936,6 +1019,8 @@ static PyMethodDef METHODS[] = {
     {"charge", (PyCFunction)(void (*)(void))charge, METH_FASTCALL, charge_doc},
     {"pack_keys", (PyCFunction)(void (*)(void))pack_keys, METH_FASTCALL, pack_keys_doc},
     {"decode_allowed", (PyCFunction)(void (*)(void))decode_allowed, METH_FASTCALL, decode_allowed_doc},
+    {"translate_check", (PyCFunction)(void (*)(void))translate_check, METH_FASTCALL, translate_check_doc},
+    {"add_usage", (PyCFunction)(void (*)(void))add_usage, METH_FASTCALL, add_usage_doc},
     {"replace_fields", (PyCFunction)(void (*)(void))replace_fields, METH_FASTCALL, replace_fields_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -17,7 +17,15 @@ from typing import Any, Final
 
 __all__ = ["active", "describe", "functions", "pick", "reason"]
 
-FUNCTIONS: Final = ("charge", "pack_keys", "decode_allowed", "replace_fields", "RateLimitHeaders")
+FUNCTIONS: Final = (
+    "charge",
+    "pack_keys",
+    "decode_allowed",
+    "translate_check",
+    "replace_fields",
+    "add_usage",
+    "RateLimitHeaders",
+)
 
 
 def _load() -> tuple[Any, str]:

@@ -140,15 +140,15 @@ class Region:
         self.agent = ReservedAgent(own, self.home, worker.demand, regions=3, monotonic=time.monotonic)  # type: ignore[arg-type]
         self.demand = worker.demand
 
-    def check(self, limit: Limit, cost: int) -> bool:
-        pool = self.router.counted(limit.by("ada"))
+    def check(self, limit: Limit, cost: int, who: str = "ada") -> bool:
+        pool = self.router.counted(limit.by(who))
         check = Check((pool,), cost)
         decision: Decision = self.store.run(check)
         deposits = [] if decision.allowed else self.router.safe_deposits(check, decision)
         if deposits:
             self.store.run(deposits[0])
             decision = self.store.run(check)
-        return self.router.finish(Check((limit.by("ada"),), cost), check, decision).allowed
+        return self.router.finish(Check((limit.by(who),), cost), check, decision).allowed
 
 
 LIMITS = [
@@ -222,6 +222,18 @@ def test_one_region_can_use_nearly_all_of_the_limit(limit: Limit) -> None:
     one_store = MemoryStore(SkewedClock(time, 0))
     assert admitted >= 0.85 * limit.quota  # 100 is small: each region has at least one token of its own
     assert one_store.check(limit.by("ada")).allowed
+
+
+def test_one_call_leases_for_all_hot_keys() -> None:
+    time = Time()
+    region = Region("us", time, {name: MemoryStore(SkewedClock(time, 0)) for name in REGIONS})
+    limit, tenths = reserved(100_000), 300
+    for tenth in range(tenths):
+        for number in range(min(20, 1 + tenth)):  # each begins at another time
+            region.check(limit, 2, f"client {number}")
+        region.agent.run_once()
+        time.now_us += SECOND // 10
+    assert region.agent.home_calls <= 20 + tenths / 10
 
 
 def test_unspent_tokens_return_to_the_home_region() -> None:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import threading
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
+from headgate import speedups
 from headgate._fork import reinit_after_fork
 from headgate.decisions import Decision
 from headgate.errors import HeadgateError
@@ -26,7 +27,7 @@ from headgate.limits import Limit
 from headgate.stores.operations import Check, IdempotentCheck, Overdraw, Refund
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 __all__ = [
     "AdmissionCounter",
@@ -225,25 +226,23 @@ class AdmissionCounter:
         """Leave what the parent has counted to the parent."""
         self._lock = threading.Lock()
         self._usage: dict[UsageSlot, list[int]] = {}
+        """Admitted and refunded amounts by slot, without those in `_open`."""
         self._in_flight: dict[UsageSlot, tuple[int, int]] = {}
-        self._current: dict[Key, tuple[int, int, list[int]]] = {}
-        """The slot of the last admission of each key: from when to when it lasts, and its totals in `_usage`."""
+        self._open: dict[Key, list[int]] = {}
+        """The slot of the last admission of each key: its number, from when to when it lasts, what was admitted."""
+        self.add: Callable[[Key, int, int], bool] = self._add if add_usage is None else partial(add_usage, self._open)
+        """Count an admitted request, given the time of the decision, if it is not the first one in its slot since the
+        last flush; else return False, for `record` to count it."""
         self._flushes = 0
 
-    def record(self, key: Key, cost: int, at_us: int) -> bool:
-        """Count an admitted request; `at_us` is the time of the decision. True for the first one in a slot since the
-        last flush."""
+    def record(self, key: Key, cost: int, at_us: int) -> None:
+        """Count an admitted request; `at_us` is the time of the decision."""
         with self._lock:
-            current = self._current.get(key)
-            if current is not None and current[0] <= at_us < current[1]:
-                current[2][0] += cost
-                return False
-            slot = UsageSlot.at(key, at_us)
-            totals = self._usage.setdefault(slot, [0, 0])
-            totals[0] += cost
-            length_us = slot_us(key.limit)
-            self._current[key] = slot.number * length_us, (slot.number + 1) * length_us, totals
-        return True
+            if not plain_add_usage(self._open, key, cost, at_us):
+                self._close_slot(key)
+                length_us = slot_us(key.limit)
+                number = at_us // length_us
+                self._open[key] = [number, number * length_us, (number + 1) * length_us, cost]
 
     def record_refund(self, key: Key, amount: int, at_us: int) -> None:
         """Count a refund of what was charged at that time."""
@@ -253,13 +252,39 @@ class AdmissionCounter:
     def begin_flush(self) -> tuple[int, Mapping[UsageSlot, tuple[int, int]]]:
         """The number of the flush, and the usage to add; empty if there is nothing to do."""
         with self._lock:
-            if not self._in_flight and self._usage:
+            if not self._in_flight and (self._usage or self._open):
+                for key in list(self._open):
+                    self._close_slot(key)
                 self._in_flight = {slot: (admitted, refunded) for slot, (admitted, refunded) in self._usage.items()}
-                self._usage, self._current = {}, {}
+                self._usage = {}
                 self._flushes += 1
             return self._flushes, self._in_flight
+
+    def _add(self, key: Key, cost: int, at_us: int) -> bool:
+        with self._lock:
+            return plain_add_usage(self._open, key, cost, at_us)
+
+    def _close_slot(self, key: Key) -> None:
+        # Removed before it is read: `add_usage`, which takes no lock, then adds no more to it.
+        slot = self._open.pop(key, None)
+        if slot is not None:
+            number, _, _, admitted = slot
+            self._usage.setdefault(UsageSlot(key.limit, key.identity, number), [0, 0])[0] += admitted
 
     def end_flush(self) -> None:
         """The flush was carried out."""
         with self._lock:
             self._in_flight = {}
+
+
+def plain_add_usage(open_slots: dict[Key, list[int]], key: Key, cost: int, at_us: int) -> bool:
+    """Add an admission to the slot that is open for a key; False if none is open at that time."""
+    slot = open_slots.get(key)
+    if slot is None or not slot[1] <= at_us < slot[2]:
+        return False
+    slot[3] += cost
+    return True
+
+
+add_usage: Final[Callable[..., bool] | None] = speedups.pick("add_usage")
+"""The same in C, where no other thread runs meanwhile; None if it is not compiled."""

@@ -14,7 +14,6 @@ less than the limit, by what regions may spend later than it was charged, or wit
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from datetime import timedelta
 from math import ceil
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from headgate.algorithms import Verdict
+    from headgate.decisions import Decision
     from headgate.keys import Key
 
 __all__ = ["DEFAULT_SAFE_SHARE", "Demand", "HomeState", "KeyDemand", "Reservation", "reserve"]
@@ -139,7 +139,7 @@ class HomeState(NamedTuple):
 
     left: int
     until_us: int
-    """When the counter has refilled, or may admit again; on the monotonic clock."""
+    """When the counter has refilled, or may admit again; by the clock of the own region's store."""
 
 
 class KeyDemand:
@@ -154,10 +154,10 @@ class KeyDemand:
         self.left = 0
         """Tokens in the pool after the last answer."""
 
-    def record(self, cost: int, verdict: Verdict, allowed: bool) -> Verdict:
+    def record(self, cost: int, verdict: Verdict, decision: Decision) -> Verdict:
         """Count a request; returns the verdict on the pool, completed by what is known of the home counter."""
         left, retry_us, reset_us, _ = verdict
-        if allowed:
+        if decision[0]:
             self.spent += cost
         elif retry_us:  # another limit may have denied it
             self.denied += cost
@@ -165,7 +165,7 @@ class KeyDemand:
         if home is not None:
             # Without `min` and `max`, as this runs on every request.
             home_left, until_us = home
-            wait_us = until_us - time.monotonic_ns() // 1000
+            wait_us = until_us - decision[5]
             if wait_us > reset_us:
                 reset_us = wait_us
             if not home_left and 0 < retry_us < wait_us:

@@ -31,7 +31,8 @@ __all__ = ["KeyLeases", "ReservedAgent"]
 logger = logging.getLogger("headgate")
 
 LEASE_INTERVAL_S: Final = 1.05
-"""Between two leases for the same key: fewer than one call per second."""
+"""Between two calls for the keys in use, all of which they serve: fewer than one per second. Tokens for a new key are
+leased at once, and then with those for the others."""
 RETURN_AT: Final = 0.86
 """Part of a lease after which unspent tokens go back to the home region."""
 CHUNKS: Final = 4
@@ -137,7 +138,7 @@ class ReservedAgent:
         self._own, self._home, self._demand, self._regions = own, home, demand, regions
         self._monotonic = monotonic
         self._process = uuid4().hex
-        self._next_return = self._next_cleanup = 0.0
+        self._next_lease = self._next_return = self._next_cleanup = 0.0
         self._scheduled: dict[Key, KeyLeases] = {}
         """Keys in use: each is looked at when its next lease is due."""
         self._returning: dict[Key, KeyLeases] = {}
@@ -180,8 +181,10 @@ class ReservedAgent:
         calls = [call for each in due for call in (Check((each.lock,), 1, self._process), Check((each.key,), 0))]
         answers = self._own.run_all(calls)
         locked = []
+        if now >= self._next_lease:
+            self._next_lease = now + LEASE_INTERVAL_S
         for leases, lock, pool in zip(due, answers[::2], answers[1::2], strict=True):
-            leases.next_lease = now + LEASE_INTERVAL_S
+            leases.next_lease = self._next_lease
             if isinstance(lock, Decision) and isinstance(pool, Decision):
                 leases.measure(pool.verdicts[0][0], now)
                 leases.asked_us = pool.at_us
@@ -249,7 +252,7 @@ class ReservedAgent:
         left, retry_us, reset_us, _ = answer.verdicts[0]
         leases.home_left, leases.answered_at, leases.charged_us = left, sent, answer.at_us
         wait_us = max(retry_us, 0) if not answer.allowed else reset_us
-        self._demand.set_home(leases.key, HomeState(left, round(sent * 1_000_000) + wait_us))
+        self._demand.set_home(leases.key, HomeState(left, leases.asked_us + wait_us))
         leases.reset_us = reset_us
 
     def _deposit(self, granted: dict[KeyLeases, int], sent: float) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headgate.keys import Key
     from headgate.regions.cost import RegionCost
     from headgate.regions.model import Regions
-    from headgate.regions.reserved import Reservation
+    from headgate.regions.reserved import KeyDemand, Reservation
     from headgate.regions.worker import RegionWorker
     from headgate.stores.operations import Call
 
@@ -48,7 +48,9 @@ class RegionRouter:
         """The form in which identities leave the region; a gate sets that of its policy."""
         self._now_us = now_us
         self._counted: dict[Limit, Limit] = {}
-        """The limit that is counted for a caller's limit; without those that the home region decides."""
+        """The limit that the own store counts for a caller's limit: the same one if it is regional."""
+        self._remote: dict[Limit, Limit] = {}
+        """The limit that the store of another region, the home region, counts for a caller's limit."""
         self._reservations: dict[Limit, Reservation] = {}
         self._safe_windows: dict[Key, int] = {}
         """The last period in which this process deposited the safe share of a key."""
@@ -66,56 +68,64 @@ class RegionRouter:
     def counted(self, key: Key) -> Key:
         """The key that is counted for a caller's key, in the own or the home store."""
         limit = key[0]
-        if limit.region == "regional":
-            return key
-        return replace_fields(key, 0, self._counted.get(limit) or self._add(limit))  # type: ignore[no-any-return]
+        counted = self._counted.get(limit) or self._remote.get(limit) or self._add(limit)
+        return key if counted is limit else replace_fields(key, 0, counted)
 
     def own_check(self, check: Check) -> Check:
         """The check on the keys that are counted; the same check if none is translated, or the home region decides
         on one of them."""
-        keys = check[0]
-        if len(keys) == 1:
-            # The common case without calls, as this runs on every request.
-            key = keys[0]
-            limit = key[0]
-            if limit.region == "regional" or (limit.region == "central" and not self.regions.is_home):
-                return check
-            counted = self._counted.get(limit) or self._add(limit)
-            return replace_fields(check, 0, (replace_fields(key, 0, counted),))  # type: ignore[no-any-return]
-        if not any(key[0].region != "regional" for key in keys) or any(self.is_remote(key) for key in keys):
+        return translate_check(check, self._counted) or self._translate(check)
+
+    def _translate(self, check: Check) -> Check:
+        """The same, if a limit is new, or the home region decides on it."""
+        if any(self.is_remote(key) for key in check[0]):
             return check
-        return replace_fields(check, 0, tuple([self.counted(key) for key in keys]))  # type: ignore[no-any-return]
+        return replace_fields(check, 0, tuple([self.counted(key) for key in check[0]]))  # type: ignore[no-any-return]
 
     def finish(self, check: Check, counted: Check, decision: Decision) -> Decision:
         """The decision of the own region as the caller gets it, after the worker has heard of it."""
-        keys, verdicts = check[0], decision[2]
-        if decision[4] is not None:
-            pass  # the store has not counted it
-        elif len(keys) == 1:
-            verdicts = (self._record(keys[0][0].region, counted[0][0], check[1], decision, verdicts[0]),)  # type: ignore[arg-type]
-        else:
-            rows = zip(keys, counted.keys, check.costs, verdicts, strict=True)
-            verdicts = tuple(
-                [self._record(caller[0].region, key, cost, decision, verdict) for caller, key, cost, verdict in rows]
-            )
+        keys = check[0]
+        if decision[4] is not None:  # the store has not counted it
+            return replace_fields(decision, 1, keys)  # type: ignore[no-any-return]
+        if len(keys) == 1:
+            # The common case with as few calls as possible, as this runs on every request.
+            mode, key, cost = keys[0][0].region, counted[0][0], check[1]
+            if mode == "reconciled":
+                if not (decision[0] and self.worker.counter.add(key, cost, decision[5])):  # type: ignore[arg-type]
+                    self._record_usage(key, cost, decision)  # type: ignore[arg-type]
+            elif mode == "reserved":
+                demand = self.worker.demand.keys.get(key) or self._open_demand(key)
+                verdict = demand.record(cost, decision[2][0], decision)  # type: ignore[arg-type]
+                return replace_fields(decision, 1, keys, (verdict,))  # type: ignore[no-any-return]
+            return replace_fields(decision, 1, keys)  # type: ignore[no-any-return]
+        rows = zip(keys, counted.keys, check.costs, decision[2], strict=True)
+        verdicts = tuple(
+            [self._record(caller[0].region, key, cost, decision, verdict) for caller, key, cost, verdict in rows]
+        )
         return replace_fields(decision, 1, keys, verdicts)  # type: ignore[no-any-return]
 
     def _record(self, mode: str, key: Key, cost: int, decision: Decision, verdict: Verdict) -> Verdict:
         """Tell the worker of the verdict on a counted key; returns that on the caller's."""
-        worker = self.worker
         if mode == "reserved":
-            demand = worker.demand.keys.get(key)
-            if demand is None:
-                worker.ensure_agent()
-                demand = worker.demand.open(key, self._reservations[key[0]])
-            return demand.record(cost, verdict, decision[0])
+            demand = self.worker.demand.keys.get(key) or self._open_demand(key)
+            return demand.record(cost, verdict, decision)
         if mode == "reconciled":
-            if cost and decision[0]:
-                if worker.counter.record(key, cost, decision[5]):
-                    worker.ensure_exchange()
-            elif worker.exchange is None:
-                worker.ensure_exchange()
+            self._record_usage(key, cost, decision)
         return verdict
+
+    def _record_usage(self, key: Key, cost: int, decision: Decision) -> None:
+        """Count an admitted request; a denied one, too, needs to know what the other regions admit."""
+        worker = self.worker
+        if not cost or not decision[0]:
+            if worker.exchange is None:
+                worker.ensure_exchange()
+        elif not worker.counter.add(key, cost, decision[5]):
+            worker.counter.record(key, cost, decision[5])
+            worker.ensure_exchange()
+
+    def _open_demand(self, key: Key) -> KeyDemand:
+        self.worker.ensure_agent()
+        return self.worker.demand.open(key, self._reservations[key[0]])
 
     def record_change(self, operation: Call, *, result: Any) -> None:
         """Tell the worker of a refund or a reset that the other regions must know."""
@@ -179,15 +189,17 @@ class RegionRouter:
         return [*([Reset(tuple(own))] if own else []), *([AtHome(Reset(tuple(remote)))] if remote else [])]
 
     def _add(self, limit: Limit) -> Limit:
-        if len(self._counted) >= MAX_CACHED_LIMITS:
-            self._counted.clear()
+        limits = self._remote if limit.region == "central" and not self.regions.is_home else self._counted
+        if len(limits) >= MAX_CACHED_LIMITS:
+            limits.clear()
+        counted = limit
         if limit.region == "reserved":
             reservation = reserve(limit, len(self.regions.names), self.regions.safe_share)
-            counted: Limit = reservation.pool
+            counted = reservation.pool
             self._reservations[counted] = reservation
-        else:
+        elif limit.region != "regional":
             counted = counted_limit(limit, self.regions)
-        self._counted[limit] = counted
+        limits[limit] = counted
         return counted
 
 
@@ -196,7 +208,21 @@ def plain_replace_fields(record: Any, start: int, *values: Any) -> Any:
     return tuple.__new__(type(record), (*record[:start], *values, *record[start + len(values) :]))
 
 
+def plain_translate_check(check: Check, counted: dict[Limit, Limit]) -> Check | None:
+    """The check on the limits to which `counted` maps those of its keys: the same one if these are the same. None if a
+    limit is not in it."""
+    keys = []
+    for key in check[0]:
+        limit = counted.get(key[0])
+        if limit is None:
+            return None
+        keys.append(key if limit is key[0] else plain_replace_fields(key, 0, limit))
+    is_same = all([new is old for new, old in zip(keys, check[0], strict=True)])  # noqa: C419 - quicker than a generator
+    return check if is_same else plain_replace_fields(check, 0, tuple(keys))
+
+
 replace_fields: Final[Callable[..., Any]] = speedups.pick("replace_fields", plain_replace_fields)
+translate_check: Final[Callable[..., Check | None]] = speedups.pick("translate_check", plain_translate_check)
 
 
 def check_region(keys: Sequence[Key]) -> None:
