@@ -30,6 +30,8 @@ OPS = ROOT / "ops"
 RULES = OPS / "prometheus" / "alerts.yml"
 
 POLICY = """
+lists: {listed: listed.txt}
+overload: adaptive
 routes:
   - {path: /search, class: search}
 limits:
@@ -128,9 +130,10 @@ def served(tmp_path: Path) -> Iterator[tuple[Gate, RedisServer, Prometheus]]:
     registry = CollectorRegistry()
     ledger = Ledger(f"sqlite:///{tmp_path}/quota.db")
     ledger.grant("acme", 1)
+    (tmp_path / "listed.txt").write_text("198.51.100.0/24\n")
     with (
         RedisServer() as redis,
-        closing(Gate(read(POLICY), redis.url, budget=0.5)) as gate,
+        closing(Gate(read(POLICY.replace("listed.txt", f"{tmp_path}/listed.txt")), redis.url, budget=0.5)) as gate,
         QuotaMeter(ledger, wait_s=20) as meter,
     ):
         register(gate, registry)
@@ -177,7 +180,7 @@ def test_prometheus_scrapes_a_gate_draws_its_dashboard_and_pages_when_redis_is_g
         gate.admit(make_request(f"203.0.113.{client}"))
     wait_until(lambda: (server.number(f"rate({total[4:-1] % 'allowed'}[10s])") or 0) > 0, "a rate")
     empty = [expression for expression in expressions() if not server.query(expression)]
-    quiet = ("rate_limiter_memory", "store_events_total{kind=~", "> 0")
+    quiet = ("rate_limiter_memory", "rate_limiter_messages", "rate_limiter_outage", "store_events_total{kind=~", "> 0")
     assert [each for each in empty if not any(part in each for part in quiet)] == []
     assert not server.firing() & {"HeadgateDegraded", "HeadgateScriptErrors", "HeadgateCountsLost"}
 

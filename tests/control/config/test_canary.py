@@ -9,11 +9,12 @@ from threading import Barrier, Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import create_engine, inspect
 
 from headgate.control.config import CanaryRow, CanarySpec, ConfigStore, Conflict
 from headgate.control.config.canary import CanaryPart, canary_row
 from headgate.control.config.engine import write_transaction
-from headgate.control.config.migrations import VERSION_TABLE
+from headgate.control.config.migrations import VERSION_TABLE, migrate
 from headgate.control.config.rows import PolicyDocument
 from headgate.control.config.watcher import ConfigWatcher
 from headgate.errors import InvalidConfiguration, InvalidInput, InvalidPolicy
@@ -253,9 +254,14 @@ def test_node_keeps_its_role_without_the_config_store(file_store: ConfigStore, t
 
 
 def test_store_of_an_earlier_revision_is_upgraded(store: ConfigStore) -> None:
+    with create_engine("sqlite://").begin() as first:
+        migrate(first, "0005")
+        first_tables = set(inspect(first).get_table_names())
     with write_transaction(store.engine) as connection:
-        for table in ("canaries", "ledger", "ledger_accounts", "ledger_checkpoints", "ledger_usage"):
-            connection.exec_driver_sql(f"DROP TABLE headgate_{table}")
+        for table in {
+            name for name in inspect(connection).get_table_names() if name.startswith("headgate_")
+        } - first_tables:
+            connection.exec_driver_sql(f"DROP TABLE {table}")
         connection.exec_driver_sql(f"UPDATE {VERSION_TABLE} SET version_num = '0005'")
     with closing(ConfigStore(store.engine.url.render_as_string(hide_password=False))) as upgraded:
         assert quota(upgraded.policy()) == 10

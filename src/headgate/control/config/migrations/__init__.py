@@ -20,14 +20,14 @@ __all__ = ["VERSION_TABLE", "migrate", "newest_revision"]
 VERSION_TABLE: Final = "headgate_schema"
 
 
-def migrate(connection: Connection) -> None:
-    """Upgrade the tables to the newest revision, within the current transaction."""
+def migrate(connection: Connection, target: str = "head") -> None:
+    """Upgrade the tables to a revision, by default the newest, within the current transaction."""
     scripts = _scripts()
     if _is_newest(connection, scripts):
         return
 
     def steps(revision: Any, _: MigrationContext) -> list[Any]:
-        return scripts._upgrade_revs("head", revision)  # noqa: SLF001 - as `alembic upgrade` does
+        return scripts._upgrade_revs(target, revision)  # noqa: SLF001 - as `alembic upgrade` does
 
     with EnvironmentContext(Config(), scripts, fn=steps) as environment:
         # Each migration is atomic on SQLite, too.
