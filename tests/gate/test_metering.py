@@ -517,7 +517,7 @@ def test_policies_without_quotas_open_no_ledger(shop: Shop) -> None:
 
 
 def test_app_gives_its_own_ledger(shop: Shop) -> None:
-    policy = read("limits: [{name: exports, by: ip, quota: 5/month}]")
+    policy = read("quotas: {budget: 20 s}\nlimits: [{name: exports, by: ip, quota: 5/month}]")
     with closing(shop.ledger()) as ledger:
         with closing(Gate(policy, ledger=ledger, clock=shop.clock)) as gate:
             assert ask(gate, FakeRequest(peer="203.0.113.9")).allowed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import shutil
 import sqlite3
 import threading
 from contextlib import closing
@@ -167,6 +168,34 @@ def test_impossible_amounts_are_input_errors(ledger: Ledger, amount: Any) -> Non
         meter.charge("acme", amount)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"id": "x" * 201}, "id has 201 characters; use at most 200"),
+        ({"id": ""}, "id must not be empty"),
+        ({"id": "a\x00b"}, "id contains the control character"),
+        ({"id": "\udc80"}, "id contains the control character"),
+        ({"id": "headgate:x"}, "must not start with 'headgate:'"),
+        ({"id": 7}, "id must be a text, got 7"),
+        ({"reference": "r" * 501}, "reference has 501 characters; use at most 500"),
+        ({"account": "a" * 201}, "account has 201 characters; use at most 200"),
+        ({"account": ""}, "account must not be empty"),
+        ({"account": "a\n"}, "account contains the control character"),
+    ],
+)
+def test_what_the_ledger_would_refuse_is_an_input_error_at_once(
+    ledger: Ledger, arguments: dict[str, Any], problem: str
+) -> None:
+    ledger.grant("acme", 10)
+    with QuotaMeter(ledger, wait_s=20) as meter:
+        with pytest.raises(InvalidInput) as raised:
+            meter.charge(**({"account": "acme", "amount": 1} | arguments))
+        assert problem in str(raised.value)
+        assert meter.charge("acme", 1, id="x" * 200, reference="r" * 500)
+        assert meter.flush()
+    assert ledger.summary("acme").charged == 1
+
+
 # ------------------------------------------------------------------ outages, crashes
 
 
@@ -221,6 +250,31 @@ def test_lost_answer_of_the_ledger_changes_nothing(ledger: Ledger, monkeypatch: 
     summary = ledger.summary("acme")
     assert (summary.charged, summary.available) == (60, 0)
     assert all(not entry.uncovered for entry in ledger.entries("acme"))
+
+
+def test_unexpected_error_does_not_end_the_writing_of_charges(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger.grant("acme", 60)
+    exchange, failures = ledger.exchange, []
+    is_written = threading.Event()
+
+    def fail_twice(**given: Any) -> Any:
+        if given.get("usage") and len(failures) < 2:
+            failures.append(given)
+            raise RuntimeError("unexpected")
+        answer = exchange(**given)
+        if given.get("usage"):
+            is_written.set()
+        return answer
+
+    monkeypatch.setattr(ledger, "exchange", fail_twice)
+    with QuotaMeter(ledger, wait_s=20, write_interval_s=0.001) as meter:
+        assert meter.charge("acme", 1)
+        assert is_written.wait(20)
+    assert len(failures) == 2
+    assert "charges are not written to the ledger" in caplog.text
+    assert ledger.summary("acme").charged == 1
 
 
 def test_damaged_account_does_not_affect_others(tmp_path: Path) -> None:
@@ -551,6 +605,32 @@ def test_journal_is_kept_if_there_is_no_room_for_a_new_one(tmp_path: Path, monke
     journal.add_usage(record_of(2), is_outage=False)
     journal.abandon()
     assert journals(tmp_path) == [(["lease"], [record_of(1).id, record_of(2).id], [])]
+
+
+@pytest.mark.parametrize("room", [0, 10, -1])
+def test_charges_go_on_without_the_journal_while_the_disk_is_full(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    """With the bytes for which there is room; -1 if the write fails."""
+    ledger.grant("acme", 1000)
+    write = os.write
+
+    def fill(file: int, data: bytes) -> int:
+        return raise_no_space() if room < 0 else write(file, data[:room])
+
+    meter = QuotaMeter(ledger, journal=tmp_path, wait_s=20, write_interval_s=3600)
+    assert meter.charge("acme", 1, id="before")
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", fill)
+        assert [meter.charge("acme", 1, id=f"{number}") for number in range(3)] == [True] * 3
+    assert meter.charge("acme", 1, id="after")
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "charges are not in the journal" in caplog.text
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    ((leases, usage, outages),) = journals(tmp_path / "copy")
+    assert (len(leases), usage, outages) == (1, ["before", "after"], [])
+    meter.close()
+    assert ledger.summary("acme").charged == 5
 
 
 def raise_no_space(*_: Any) -> int:

@@ -47,6 +47,7 @@ OUTAGE: Final = "outage"
 """The source of units that were admitted without a lease, and are charged when the ledger is available again."""
 JOURNAL_SUFFIX: Final = "-usage"
 MAX_SHOWN_KEY: Final = 100
+MAX_SHOWN_ENDPOINT: Final = 300
 
 Steps: TypeAlias = "Generator[Any, Any, Any]"
 
@@ -58,7 +59,7 @@ class QuotaRequest:
 
     def __init__(self, rule: CompiledRule, key: Key, resolution: Resolution) -> None:
         self.rule, self.key, self.cost = rule, key, rule.cost
-        self.reference = resolution.route.endpoint
+        self.reference = _printable(resolution.route.endpoint)[:MAX_SHOWN_ENDPOINT]
         kind = client_kind(resolution.who)
         self.client = kind, resolution.who.get(kind, "")
         self.account = ""
@@ -256,7 +257,7 @@ class QuotaMetering:
         if key is not None:
             # The id contains the client, so that no client can use the key of another.
             id = f"request-{_hash(repr((each.account, each.client, method, request.path, key)))}"
-            reference = f"{reference} {key[:MAX_SHOWN_KEY]}"
+            reference = f"{reference} {_printable(key)[:MAX_SHOWN_KEY]}"
         return self._try_reserve(
             each.account,
             each.cost,
@@ -328,6 +329,11 @@ def void(charges: Iterable[QuotaCharge]) -> None:
 
 def _hash(text: str) -> str:
     return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _printable(text: str) -> str:
+    """The text as the ledger accepts it: without control characters and lone surrogates."""
+    return text if text.isprintable() else "".join([letter if letter.isprintable() else "?" for letter in text])
 
 
 def _header_key(lines: Sequence[str]) -> str | None:

@@ -1,12 +1,14 @@
 """Journals of usage: charges that a process has admitted and not yet written to the ledger.
 
 A line is written before a charge is admitted. It survives the death of the process, not that of the machine. Each
-process has a file of its own, locked as long as it lives; whoever finds one that is not locked settles it.
+process has a file of its own, locked as long as it lives; whoever finds one that is not locked settles it. While the
+disk is full, charges go on without it: they are in doubt if the process dies before it has written them to the ledger.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["AbandonedJournal", "UsageJournal", "abandoned_journals"]
+
+logger = logging.getLogger("headgate")
 
 SUFFIX: Final = ".usage"
 MODE: Final = 0o600
@@ -43,6 +47,8 @@ class UsageJournal:
         except OSError as error:
             raise InvalidConfiguration(f"journal {directory}: cannot be written: {error.strerror}") from None
         self._size = 0
+        self._is_torn = False
+        """True if the last line was not written, or only in part."""
 
     def add_lease(self, lease: str) -> None:
         """Record a lease before the ledger is asked for it."""
@@ -76,7 +82,7 @@ class UsageJournal:
             return
         _remove(self._path, self._file)
         self._path, self._file = new
-        self._size = len(content)
+        self._size, self._is_torn = len(content), False
 
     def close(self) -> None:
         """Delete the file: everything in it is in the ledger, and all leases are closed."""
@@ -93,8 +99,20 @@ class UsageJournal:
         return path, file
 
     def _append(self, line: bytes) -> None:
-        os.write(self._file, line)
-        self._size += len(line)
+        if self._is_torn:
+            line = b"\n" + line
+        try:
+            written = os.write(self._file, line)
+        except OSError as error:
+            written, problem = 0, f"{error.strerror}"
+        else:
+            problem = "there is no room"
+        self._size += written
+        if written == len(line):
+            self._is_torn = False
+        elif not self._is_torn:
+            self._is_torn = True
+            logger.error("charges are not in the journal %s until it can be written: %s", self._path, problem)
 
 
 def _lease_line(lease: str) -> str:
@@ -118,7 +136,10 @@ class AbandonedJournal:
         self.outages: dict[str, list[UsageRecord]] = {}
         """Charges without a lease, by the id under which they are settled."""
         for line in path.read_bytes().split(b"\n")[:-1]:  # an interrupted line was not acknowledged
-            fields = json.loads(line)
+            try:
+                fields = json.loads(line)
+            except ValueError:  # a part of a line, which was written when the disk was full
+                continue
             if len(fields) == 1:
                 self.leases.append(fields[0])
                 continue

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta, tzinfo
 from heapq import merge
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from uuid import uuid4
 
 from sqlalchemy import func, select
 
@@ -23,8 +21,17 @@ from headgate.control.config.engine import (
 )
 from headgate.control.config.migrations import migrate
 from headgate.errors import HeadgateError, InvalidCost, InvalidInput
+from headgate.quotas.arguments import (
+    MAX_AMOUNT,
+    check_account,
+    check_amount,
+    check_id,
+    check_priority,
+    check_text,
+    instant_us,
+)
 from headgate.quotas.charges import find_accounts, read_exhausted, read_single_charges, read_usage
-from headgate.quotas.entries import DERIVED_PREFIX, EntryDraft, LedgerEntry, UsageRecord, derived_id
+from headgate.quotas.entries import EntryDraft, LedgerEntry, UsageRecord, derived_id
 from headgate.quotas.group_commit import GroupCommit
 from headgate.quotas.operations import (
     Charge,
@@ -57,18 +64,14 @@ if TYPE_CHECKING:
     from headgate.quotas.statement import Statement, StatementLine
     from headgate.quotas.usage_alerts import UsageAlert
 
-__all__ = ["MAX_AMOUNT", "AccountSummary", "GrantSummary", "Ledger", "LedgerUnavailable", "instant_us"]
+__all__ = ["AccountSummary", "GrantSummary", "Ledger", "LedgerUnavailable"]
 
-MAX_AMOUNT: Final = 2**53 - 1
-MAX_PRIORITY: Final = 1_000_000
 DEFAULT_PRIORITY: Final = 100
 RESERVATION_TTL: Final = timedelta(hours=1)
 LEASE_TTL: Final = timedelta(hours=24)
 WRITE_LOCK: Final = "headgate ledger"
 MAX_EXPIRY_BATCH: Final = 500
 LINES_PAGE: Final = 5000
-
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class LedgerUnavailable(HeadgateError):
@@ -125,7 +128,7 @@ class Ledger:
         does not exist raises `LedgerUnavailable`. With `connect=False`, the database is first reached by the first
         operation.
         """
-        self.author = _check_text("author", author, 200)
+        self.author = check_text("author", author, 200)
         self.clock: Clock = clock or SystemClock()
         with _translate():
             self._engine = open_engine(url, create=create, keep=4, keep_files=4, name="ledger")
@@ -170,15 +173,15 @@ class Ledger:
         origin on statements, such as "allowance" or "credit pack".
         """
         draft = EntryDraft(
-            _check_id(id),
+            check_id(id),
             "grant",
-            _check_amount(amount, least=1),
+            check_amount(amount, least=1),
             expires_us=None if expires_at is None else instant_us("expires_at", expires_at),
-            priority=_check_priority(priority),
-            source=_check_text("source", source, 100),
+            priority=check_priority(priority),
+            source=check_text("source", source, 100),
             **self._attribution(author, reason, reference),
         )
-        entry: LedgerEntry = self._run(Post(_check_account(account), draft))
+        entry: LedgerEntry = self._run(Post(check_account(account), draft))
         return entry
 
     def adjust(
@@ -195,15 +198,15 @@ class Ledger:
         if not reason:
             raise InvalidInput("an adjustment needs a reason: it appears on the statement")
         draft = EntryDraft(
-            _check_id(id),
+            check_id(id),
             "adjust",
-            _check_amount(amount, least=-MAX_AMOUNT),
+            check_amount(amount, least=-MAX_AMOUNT),
             source="adjustment",
             **self._attribution(author, reason, reference),
         )
         if not amount:
             raise InvalidCost("an adjustment of 0 has no effect; give a positive or negative amount")
-        entry: LedgerEntry = self._run(Post(_check_account(account), draft))
+        entry: LedgerEntry = self._run(Post(check_account(account), draft))
         return entry
 
     def reserve(
@@ -222,7 +225,7 @@ class Ledger:
         A refusal is not recorded: a repetition with the same `id` is decided anew.
         """
         draft = self._reservation(amount, id, ttl, author, reason, reference)
-        reservation: QuotaReservation | None = self._run(Reserve(_check_account(account), draft))
+        reservation: QuotaReservation | None = self._run(Reserve(check_account(account), draft))
         return reservation
 
     def commit(
@@ -234,11 +237,11 @@ class Ledger:
         `uncovered` in the entry, and not charged: a balance is never below 0. The same applies after the reservation
         has expired.
         """
-        id = _check_text("reservation_id", reservation_id, 200, needs_text=True)
+        id = check_text("reservation_id", reservation_id, 200, needs_text=True)
         draft = EntryDraft(
             derived_id("commit", id),
             "commit",
-            _check_amount(amount),
+            check_amount(amount),
             id,
             **self._attribution(author, reason, reference),
         )
@@ -249,7 +252,7 @@ class Ledger:
         self, reservation_id: str, *, author: str | None = None, reason: str = "", reference: str = ""
     ) -> LedgerEntry:
         """End a reservation without a charge. One that has expired stays as it is."""
-        id = _check_text("reservation_id", reservation_id, 200, needs_text=True)
+        id = check_text("reservation_id", reservation_id, 200, needs_text=True)
         draft = EntryDraft(derived_id("void", id), "void", 0, id, **self._attribution(author, reason, reference))
         entry: LedgerEntry = self._run(EndReservation(draft))
         return entry
@@ -265,15 +268,13 @@ class Ledger:
         reference: str = "",
     ) -> LedgerEntry | None:
         """Charge an amount without a reservation; None, and no entry, if the balance is too low."""
-        draft = EntryDraft(
-            _check_id(id), "commit", _check_amount(amount), **self._attribution(author, reason, reference)
-        )
-        entry: LedgerEntry | None = self._run(Charge(_check_account(account), draft))
+        draft = EntryDraft(check_id(id), "commit", check_amount(amount), **self._attribution(author, reason, reference))
+        entry: LedgerEntry | None = self._run(Charge(check_account(account), draft))
         return entry
 
     def open_period(self, account: str, plan: QuotaPlan) -> list[LedgerEntry]:
         """Grant an account what it has in the current period of a plan; returns the grants that were missing."""
-        entries: list[LedgerEntry] = self._run(OpenPeriod(_check_account(account), plan))
+        entries: list[LedgerEntry] = self._run(OpenPeriod(check_account(account), plan))
         return entries
 
     # ------------------------------------------------------------------ leases
@@ -294,8 +295,8 @@ class Ledger:
         lease that is not closed within `ttl` is charged as a whole. `QuotaMeter` does all this for a process.
         """
         draft = self._reservation(amount, id, ttl, None, "", "")._replace(is_lease=True)
-        least, share = _check_amount(least, least=1), _check_amount(share, least=1)
-        operation = TakeLease(_check_account(account), draft, least=least, share=share)
+        least, share = check_amount(least, least=1), check_amount(share, least=1)
+        operation = TakeLease(check_account(account), draft, least=least, share=share)
         answer: LeaseAnswer = self._run(operation)
         return answer.lease
 
@@ -305,9 +306,9 @@ class Ledger:
         Each id is charged once, to the lease with which it was recorded first. The same records can be given again.
         """
         for record in records:
-            _check_amount(record.amount)
-            _check_text("id", record.id, 200, needs_text=True)
-            _check_text("reference", record.reference, 500)
+            check_amount(record.amount)
+            check_text("id", record.id, 200, needs_text=True)
+            check_text("reference", record.reference, 500)
         repeated: set[str] = self._run(RecordUsage(records))
         return repeated
 
@@ -378,7 +379,7 @@ class Ledger:
 
     def balance(self, account: str) -> int:
         """The available units of an account now: not charged, held or expired. 0 for an unknown account."""
-        query = select(ACCOUNTS.c.balance, ACCOUNTS.c.next_due_us).where(ACCOUNTS.c.account == _check_account(account))
+        query = select(ACCOUNTS.c.balance, ACCOUNTS.c.next_due_us).where(ACCOUNTS.c.account == check_account(account))
         now_us = self.clock.now_us()
         with self._read() as connection:
             row = connection.execute(query).one_or_none()
@@ -391,7 +392,7 @@ class Ledger:
     def summary(self, account: str) -> AccountSummary:
         """The totals, open grants and number of reservations of an account, as of now."""
         with self._read() as connection:
-            state = read_state(connection, _check_account(account))
+            state = read_state(connection, check_account(account))
         state = state.at(self.clock.now_us())
         grants = [
             GrantSummary(grant.id, grant.source, grant.priority, grant.expiry_us(), grant.remaining, grant.allocated)
@@ -414,7 +415,7 @@ class Ledger:
         self, account: str, since: datetime | int | None = None, until: datetime | int | None = None
     ) -> list[LedgerEntry]:
         """The entries of an account from `since` to before `until`, oldest first."""
-        query = select(ENTRIES).where(ENTRIES.c.account == _check_account(account)).order_by(ENTRIES.c.position)
+        query = select(ENTRIES).where(ENTRIES.c.account == check_account(account)).order_by(ENTRIES.c.position)
         if since is not None:
             query = query.where(ENTRIES.c.at_us >= instant_us("since", since))
         if until is not None:
@@ -455,7 +456,7 @@ class Ledger:
         if period[0] >= period[1]:
             raise InvalidInput(f"until must be later than since, got {since!r} and {until!r}")
         with self._read() as connection:
-            return read_statement(connection, _check_account(account), *period, most=most, zone=zone)
+            return read_statement(connection, check_account(account), *period, most=most, zone=zone)
 
     def statement_lines(self, account: str, since: datetime | int, until: datetime | int) -> Iterator[StatementLine]:
         """All lines of a statement, read in pages."""
@@ -463,7 +464,7 @@ class Ledger:
         after = 0
         while True:
             with self._read() as connection:
-                page = read_lines(connection, _check_account(account), since_us, until_us, after=after, most=LINES_PAGE)
+                page = read_lines(connection, check_account(account), since_us, until_us, after=after, most=LINES_PAGE)
             yield from page
             if len(page) < LINES_PAGE:
                 return
@@ -476,7 +477,7 @@ class Ledger:
 
     def charged_requests(self, account: str, since: datetime | int, until: datetime | int) -> Iterator[ChargedRequest]:
         """All requests that were charged in a period, with the sources that have paid, read in pages."""
-        period = _check_account(account), instant_us("since", since), instant_us("until", until)
+        period = check_account(account), instant_us("since", since), instant_us("until", until)
         pages = self._pages(read_single_charges, *period), self._pages(read_usage, *period)
         return merge(*pages, key=lambda request: request.at_us)
 
@@ -496,7 +497,7 @@ class Ledger:
         come."""
         period = instant_us("since", since), instant_us("until", until)
         with self._read() as connection:
-            return [*read_exhausted(connection, _check_account(account), *period)]
+            return [*read_exhausted(connection, check_account(account), *period)]
 
     def verify(self, *, progress: Callable[[int, int], None] | None = None) -> list[LedgerProblem]:
         """All contradictions between entries, accounts and checkpoints; an empty list if there are none.
@@ -516,7 +517,7 @@ class Ledger:
     def usage_alerts(self, account: str, *, most: int = 20) -> list[UsageAlert]:
         """The thresholds that an account has reached, newest first."""
         with self._read() as connection:
-            return read_alerts(connection, _check_account(account), most)
+            return read_alerts(connection, check_account(account), most)
 
     def usage_thresholds(self) -> tuple[int, ...]:
         """The thresholds of usage alerts, in percent of an allowance."""
@@ -580,30 +581,19 @@ class Ledger:
         if not isinstance(ttl, timedelta) or not timedelta(0) < ttl <= timedelta(days=366):
             raise InvalidInput(f"ttl must be a timedelta of more than 0 and at most 366 days, got {ttl!r}")
         return EntryDraft(
-            _check_id(id),
+            check_id(id),
             "reserve",
-            _check_amount(amount),
+            check_amount(amount),
             expires_us=self.clock.now_us() + ttl // timedelta(microseconds=1),
             **self._attribution(author, reason, reference),
         )
 
     def _attribution(self, author: str | None, reason: str, reference: str) -> dict[str, Any]:
         return {
-            "author": self.author if author is None else _check_text("author", author, 200),
-            "reason": _check_text("reason", reason, 500),
-            "reference": _check_text("reference", reference, 500),
+            "author": self.author if author is None else check_text("author", author, 200),
+            "reason": check_text("reason", reason, 500),
+            "reference": check_text("reference", reference, 500),
         }
-
-
-def instant_us(name: str, value: datetime | int) -> int:
-    """An instant in microseconds since the epoch."""
-    if isinstance(value, datetime):
-        if value.tzinfo is None:
-            raise InvalidInput(f"{name} needs a time zone: datetime(..., tzinfo=UTC), got {value!r}")
-        return (value - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
-    if type(value) is not int or abs(value) > MAX_AMOUNT:
-        raise InvalidInput(f"{name} must be a datetime or whole microseconds since the epoch, got {value!r}")
-    return value
 
 
 @contextmanager
@@ -612,40 +602,3 @@ def _translate() -> Iterator[None]:
         yield
     except ConfigUnavailable as error:
         raise LedgerUnavailable(str(error)) from error
-
-
-def _check_amount(value: Any, *, least: int = 0) -> int:
-    if type(value) is not int or not least <= value <= MAX_AMOUNT:
-        raise InvalidCost(f"amount must be a whole number from {least} to {MAX_AMOUNT}, got {value!r:.100}")
-    return value
-
-
-def _check_priority(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_PRIORITY:
-        raise InvalidInput(f"priority must be a whole number from 0 to {MAX_PRIORITY}, got {value!r:.100}")
-    return value
-
-
-def _check_account(value: Any) -> str:
-    return _check_text("account", value, 200, needs_text=True)
-
-
-def _check_id(value: Any) -> str:
-    if value is None:
-        return uuid4().hex
-    id = _check_text("id", value, 200, needs_text=True)
-    if id.startswith(DERIVED_PREFIX):
-        raise InvalidInput(f"id {id!r} must not start with {DERIVED_PREFIX!r}, which headgate uses itself")
-    return id
-
-
-def _check_text(name: str, value: Any, most: int, *, needs_text: bool = False) -> str:
-    if not isinstance(value, str):
-        raise InvalidInput(f"{name} must be a text, got {value!r:.100}")
-    if needs_text and not value:
-        raise InvalidInput(f"{name} must not be empty")
-    if len(value) > most:
-        raise InvalidInput(f"{name} has {len(value)} characters; use at most {most}")
-    if (found := _CONTROL.search(value)) is not None:
-        raise InvalidInput(f"{name} contains the control character {found[0]!r}; remove it")
-    return value
