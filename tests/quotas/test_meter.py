@@ -111,6 +111,45 @@ def test_repeated_id_is_charged_once_in_any_process(ledger: Ledger) -> None:
     }
 
 
+def test_retry_of_a_charged_request_passes_although_nothing_is_left(ledger: Ledger) -> None:
+    ledger.grant("acme", 1)
+    with QuotaMeter(ledger, wait_s=20) as first:
+        assert first.charge("acme", 1, id="r1")
+    with QuotaMeter(ledger, wait_s=20) as other:
+        retry = other.reserve("acme", 1, id="r1", reference="again")
+        assert retry is not None
+        assert (retry.is_repeated, retry.paid_by, retry.remaining) == (True, (), 0)
+        retry.commit(1)
+        retry.void()
+        assert other.charge("acme", 1, id="r1")
+        assert not other.charge("acme", 1, id="r2")
+        assert not other.charge("acme", 1)
+        assert other.stats().rejections == {("none", "exhausted"): 2}
+    assert (ledger.summary("acme").charged, ledger.balance("acme")) == (1, 0)
+
+
+def test_requests_are_refused_at_once_if_too_many_may_be_retries(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headgate.quotas.meter.MAX_QUESTIONS", 2)
+    monkeypatch.setattr("headgate.quotas.meter.REFUSAL_S", 3600)
+    release, charged_ids = threading.Event(), ledger.charged_ids
+
+    def hang(ids: Any) -> set[str]:
+        release.wait()
+        return charged_ids(ids)
+
+    monkeypatch.setattr(ledger, "charged_ids", hang)
+    ledger.grant("acme", 1)
+    with QuotaMeter(ledger, wait_s=20) as meter:
+        assert meter.charge("acme", 1)
+        assert not meter.charge("acme", 1)
+        refusals = [meter.try_reserve("acme", 1, id=f"{number}") for number in range(4)]
+        release.set()
+        assert refusals == ["pending", "pending", "exhausted", "exhausted"]
+        assert not meter.charge("acme", 1, id="0")
+
+
 def test_voided_request_can_be_tried_again(ledger: Ledger) -> None:
     ledger.grant("acme", 100)
     with QuotaMeter(ledger, wait_s=20) as meter:

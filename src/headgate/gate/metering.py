@@ -43,8 +43,6 @@ logger = logging.getLogger("headgate")
 LEDGER_UNAVAILABLE: Final = "ledger unavailable"
 """`Decision.degraded` of requests that are refused because the ledger does not answer."""
 UNAVAILABLE_RETRY_US: Final = 1_000_000
-OUTAGE: Final = "outage"
-"""The source of units that were admitted without a lease, and are charged when the ledger is available again."""
 JOURNAL_SUFFIX: Final = "-usage"
 MAX_SHOWN_KEY: Final = 100
 MAX_SHOWN_ENDPOINT: Final = 300
@@ -79,7 +77,7 @@ class QuotaCharge:
         self.amount = request.cost
         """The estimate, and the actual amount once it is charged: 0 if the request was rejected."""
         self.is_repeated: bool = reservation.is_repeated
-        """True for the repetition of a request that this process has charged: it is charged once."""
+        """True for the repetition of a request that was charged before, if this process knows."""
 
     @property
     def name(self) -> str:
@@ -95,10 +93,10 @@ class QuotaCharge:
     def paid_by(self) -> tuple[tuple[str, int], ...]:
         """The sources that pay for the estimate, such as "allowance" or "pay as you go", with their amounts.
 
-        "outage" if the request was admitted without a lease, to be charged when the ledger is available again.
+        "outage" if the request was admitted without a lease, to be charged when the ledger is available again. None for
+        the repetition of a request that another process has charged.
         """
-        reservation = self._reservation
-        return reservation.paid_by if reservation.lease is not None else ((OUTAGE, self.amount),)
+        return self._reservation.paid_by  # type: ignore[no-any-return]
 
     @property
     def id(self) -> str:

@@ -46,7 +46,7 @@ from headgate.quotas.operations import (
     WriteExpired,
 )
 from headgate.quotas.statement import read_lines, read_statement
-from headgate.quotas.storage import LedgerDamaged, StateCache, WriteBatch, read_state
+from headgate.quotas.storage import LedgerDamaged, StateCache, WriteBatch, read_known_usage, read_state
 from headgate.quotas.tables import ACCOUNTS, ENTRIES, USAGE
 from headgate.quotas.usage_alerts import UsageMonitor, read_alerts, read_thresholds, write_thresholds
 from headgate.quotas.verify import verify_entries
@@ -316,6 +316,11 @@ class Ledger:
         """Charge the sum of the usage records of a lease, and return the rest. None for an unknown lease."""
         entry: LedgerEntry | None = self._run(self._close(lease_id))
         return entry
+
+    def charged_ids(self, ids: Collection[str]) -> set[str]:
+        """Those of these ids of which there is a usage record: requests that were charged to a lease."""
+        with self._read() as connection:
+            return {*read_known_usage(connection, ids)}
 
     def usage(self, lease_id: str) -> list[UsageRecord]:
         """The usage records of a lease, in the order in which they were recorded."""

@@ -27,10 +27,10 @@ from headgate.quotas.storage import LedgerDamaged
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterable
     from typing import Self
 
-    from headgate.quotas.entries import LeaseAnswer, QuotaReservation
+    from headgate.quotas.entries import LeaseAnswer, QuotaReservation, Sources
     from headgate.quotas.ledger import Ledger
     from headgate.quotas.plans import QuotaPlan
 
@@ -52,8 +52,14 @@ REFUSAL_S: Final = 0.5
 """The time for which an account without balance is not looked at again."""
 MAX_RECENT_IDS: Final = 100_000
 MAX_USAGE_BATCH: Final = 2000
+MAX_QUESTIONS: Final = 2000
+"""The number of ids that the ledger is asked about at the same time."""
 RECOVERY_INTERVAL_S: Final = 30.0
 NO_PLAN: Final = "none"
+ENDED: Final = -1
+"""The amount of a reservation that was committed or voided."""
+OUTAGE: Final = "outage"
+"""The source of units that were admitted without a lease, and are charged when the ledger is available again."""
 
 
 Refusal: TypeAlias = Literal["exhausted", "unavailable", "pending"]
@@ -179,13 +185,24 @@ class MeterReservation:
         self._meter, self.lease = meter, lease
         self.account, self.remaining, self.period_end_us = state.name, state.remaining(), state.period_end_us
         self.amount, self.id, self.reference = amount, id, reference
-        self.paid_by = () if lease is None else slice_sources(lease.paid_by, lease.amount - lease.left - amount, amount)
-        """The sources that pay for it, such as "allowance" or "pay as you go", with their amounts. None are known for a
-        request that was admitted without a lease."""
+        self.paid_by: Sources
+        """The sources that pay for it, such as "allowance" or "pay as you go", with their amounts: "outage" for a
+        request that was admitted without a lease, and none for one that another process has charged."""
+        if lease is None:
+            self.paid_by = ((OUTAGE, amount),)
+        else:
+            self.paid_by = slice_sources(lease.paid_by, lease.amount - lease.left - amount, amount)
         self.holders = 1
         """The requests with its id that have not ended it: a retry may arrive before the first one is done."""
         self.is_repeated = False
         """True for a request that was charged before: it is charged once, whatever is committed now."""
+
+    @classmethod
+    def of_charged(cls, meter: QuotaMeter, state: _MeteredAccount, id: str, reference: str) -> Self:
+        """The repetition of a request that is in the ledger."""
+        made = cls(meter, None, state, ENDED, id, reference)
+        made.is_repeated, made.paid_by = True, ()
+        return made
 
     def commit(self, amount: int) -> None:
         """Charge the amount that was really used, once; the rest is available again."""
@@ -231,6 +248,10 @@ class QuotaMeter:
         self._recent: OrderedDict[str, MeterReservation] = OrderedDict()
         self._id_prefix, self._numbers = uuid4().hex, count(1)
         """Ids of requests without one: unique, faster to make than random ones, and next to each other in an index."""
+        self._questions: dict[str, None] = {}
+        """Ids of requests that the balance does not cover, until the ledger has answered if they are repetitions."""
+        self._answers: dict[str, tuple[bool, float]] = {}
+        """By such an id, the answer, and the time until which it is used."""
         self._usage: list[tuple[_MeterLease, UsageRecord]] = []
         self._outages: dict[str, list[UsageRecord]] = {}
         self._closing: list[_MeterLease] = []
@@ -358,6 +379,13 @@ class QuotaMeter:
             lease = self._take(state, amount, now)
             if lease is None:
                 refusal = self._refusal(state, amount, now)
+                if refusal == "exhausted" and id is not None:
+                    is_charged = self._was_charged(id, now)
+                    if is_charged:
+                        made = MeterReservation.of_charged(self, state, id, reference)
+                        self._remember(made)
+                        return made
+                    refusal = "pending" if is_charged is None else refusal
                 units = self._outage_units if outage_units is None else outage_units
                 if refusal != "unavailable" or not state.take_outage(amount, units):
                     if refusal != "pending":
@@ -368,9 +396,7 @@ class QuotaMeter:
             id_ = f"{self._id_prefix}-{next(self._numbers)}" if id is None else id
             made = MeterReservation(self, lease, state, amount, id_, reference)
             if id is not None:
-                self._recent[id] = made
-                if len(self._recent) > MAX_RECENT_IDS:
-                    self._recent.popitem(last=False)
+                self._remember(made)
             return made
 
     def balance(self, account: str) -> AccountBalance:
@@ -428,6 +454,32 @@ class QuotaMeter:
             account.is_asking = True
             self._wake.set()
 
+    def _remember(self, reservation: MeterReservation) -> None:
+        """Find the reservation when its id is repeated."""
+        self._recent[reservation.id] = reservation
+        if len(self._recent) > MAX_RECENT_IDS:
+            self._recent.popitem(last=False)
+
+    def _was_charged(self, id: str, now: float) -> bool | None:
+        """True if a request that the balance does not cover is the repetition of one that the ledger has charged; None
+        if it is to be asked."""
+        is_charged, until = self._answers.get(id, (False, 0.0))
+        if is_charged or now < until:
+            return is_charged
+        if self._is_closed or not self._is_available or len(self._questions) >= MAX_QUESTIONS:
+            return False
+        self._questions[id] = None
+        self._wake.set()
+        return None
+
+    def _add_answers(self, ids: Iterable[str], charged: Collection[str], now: float) -> None:
+        """Keep answers for as long as a refusal."""
+        for id in [id for id, (_, until) in self._answers.items() if until <= now]:
+            del self._answers[id]
+        for id in ids:
+            self._questions.pop(id, None)
+            self._answers[id] = id in charged, now + REFUSAL_S
+
     def _refusal(self, account: _MeteredAccount, amount: int, now: float) -> Refusal:
         if account.is_refused(amount, now):
             return "unavailable" if account.is_damaged else "exhausted"
@@ -437,12 +489,12 @@ class QuotaMeter:
     def settle(self, reservation: MeterReservation, amount: int | None) -> None:
         """End a reservation, with None for no charge; its methods are shorter."""
         with self._lock:
-            if reservation.amount < 0:  # ended before
+            if reservation.amount == ENDED:
                 return
             if amount is None and reservation.holders > 1:
                 reservation.holders -= 1
                 return
-            held, reservation.amount = reservation.amount, -1
+            held, reservation.amount = reservation.amount, ENDED
             lease = reservation.lease
             account = self._accounts[reservation.account]
             if (amount is None or amount < held) and not account.is_damaged:
@@ -520,7 +572,26 @@ class QuotaMeter:
     def _exchange(self) -> bool:
         """Write to the ledger what is due, in one transaction; False if the ledger is unavailable."""
         with self._exchange_lock:
-            return self._exchange_once(time.monotonic())
+            now = time.monotonic()
+            is_done = self._exchange_once(now) and self._answer_questions(now)
+            with self._lock:
+                self._notify()
+            return is_done
+
+    def _answer_questions(self, now: float) -> bool:
+        """Find out which of the requests that the balance does not cover were charged before."""
+        with self._lock:
+            questions = [*self._questions]
+        if not questions:
+            return True
+        try:
+            charged = self._ledger.charged_ids(questions)
+        except LedgerUnavailable as error:
+            self._note_failure(error)
+            return False
+        with self._lock:
+            self._add_answers(questions, charged, now)
+        return True
 
     def _exchange_once(self, now: float) -> bool:
         with self._lock:
@@ -576,8 +647,6 @@ class QuotaMeter:
             self._compact_journal()
         if not was_available and self._on_change is not None:
             self._on_change(None)
-        with self._lock:
-            self._notify()
         return True
 
     def _compact_journal(self) -> None:
@@ -660,10 +729,10 @@ class QuotaMeter:
             account.leases.clear()
             account.needed, account.is_asking = 0, False
             account.refused_until, account.refused_amount = math.inf, 0
-            self._notify()
 
     def _note_failure(self, error: HeadgateError) -> None:
         with self._lock:
+            self._questions.clear()
             was_available, self._is_available = self._is_available, False
         if was_available and self._on_change is not None:
             self._on_change(error)

@@ -112,12 +112,7 @@ class WriteBatch:
         return entry
 
     def known_usage(self, ids: Collection[str]) -> dict[str, tuple[str, int]]:
-        # With a parameter for each of thousands of ids, building the statement takes longer than running it.
-        is_sqlite = self._connection.dialect.name == "sqlite"
-        given = "SELECT value AS id FROM json_each(?)" if is_sqlite else "SELECT unnest(%s::text[]) AS id"
-        query = f"SELECT id, lease, at_us FROM ({given}) AS given JOIN {USAGE.name} USING (id)"
-        rows = self._connection.exec_driver_sql(query, (json.dumps([*ids]) if is_sqlite else [*ids],))
-        return {id: (lease, at_us) for id, lease, at_us in rows}
+        return read_known_usage(self._connection, ids)
 
     def add_usage(self, records: Sequence[UsageRecord]) -> set[str]:
         known = self.known_usage([record.id for record in records])
@@ -233,6 +228,16 @@ def find_entries(connection: Connection, ids: Collection[str]) -> dict[str, Ledg
         return {}
     rows = connection.execute(select(ENTRIES).where(ENTRIES.c.id.in_([*ids])))
     return {entry.id: entry for entry in (LedgerEntry(*row) for row in rows)}
+
+
+def read_known_usage(connection: Connection, ids: Collection[str]) -> dict[str, tuple[str, int]]:
+    """The lease and the time of those ids of which there is a usage record."""
+    # With a parameter for each of thousands of ids, building the statement takes longer than running it.
+    is_sqlite = connection.dialect.name == "sqlite"
+    given = "SELECT value AS id FROM json_each(?)" if is_sqlite else "SELECT unnest(%s::text[]) AS id"
+    query = f"SELECT id, lease, at_us FROM ({given}) AS given JOIN {USAGE.name} USING (id)"
+    rows = connection.exec_driver_sql(query, (json.dumps([*ids]) if is_sqlite else [*ids],))
+    return {id: (lease, at_us) for id, lease, at_us in rows}
 
 
 def insert_rows(connection: Connection, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
