@@ -80,8 +80,8 @@ lock: $(VENV)/.release ## derive requirements/ from pyproject.toml (LOCK_ARGS=--
 	$(LOCK) --group release --constraints requirements/test.txt --output-file requirements/release.txt
 	$(LOCK) --group gateways --output-file requirements/gateways.txt
 
-charges: servers $(VENV)/.test ## charge 1,000,000 requests to the ledger from four processes, which are killed with their database
-	HEADGATE_CHARGES=20000 $(BIN)/python -m pytest tests/integration/test_ledger_processes.py -k leases
+charges: servers $(VENV)/.test ## charge 1,000,000 requests to the ledger from four processes, which are killed with Redis and PostgreSQL
+	HEADGATE_CHARGES=40000 $(BIN)/python -m pytest tests/integration/test_ledger_processes.py -k everything
 
 format: $(VENV)/.test ## format the code
 	$(BIN)/ruff check --fix .

@@ -1,8 +1,6 @@
 """A process that charges a list of requests to a ledger, and repeats what failed, until all are served or refused.
 
-python -m support.ledger_worker URL SEED FIRST LAST [JOURNAL]
-
-With a directory for journals, it charges to leases with a meter, otherwise each request to the ledger itself.
+python -m support.ledger_worker URL SEED FIRST LAST
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import random
 import sys
 
-from headgate.quotas import Ledger, LedgerUnavailable, QuotaMeter
+from headgate.quotas import Ledger, LedgerUnavailable
 
 __all__ = ["cost_of", "estimate_of", "main"]
 
@@ -24,24 +22,13 @@ def estimate_of(request: int) -> int:
     return request % 3 + 3
 
 
-def main(url: str, seed: int, first: int, last: int, journal: str | None) -> None:
+def main(url: str, seed: int, first: int, last: int) -> None:
     requests = [request for request in range(first, last) for _ in range(1 + request % 2)]  # every other one twice
     random.Random(seed).shuffle(requests)
     ledger = open_ledger(url)
-    if journal is None:
-        for request in requests:
-            serve(ledger, request)
-    else:
-        with QuotaMeter(ledger, journal=journal, write_interval_s=0.02) as meter:
-            for request in requests:
-                serve_from_lease(meter, request)
+    for request in requests:
+        serve(ledger, request)
     print("done", flush=True)
-
-
-def serve_from_lease(meter: QuotaMeter, request: int) -> None:
-    while (reservation := meter.reserve("acme", estimate_of(request), id=f"request {request}")) is None:
-        continue  # until the ledger is available again
-    reservation.commit(cost_of(request))
 
 
 def open_ledger(url: str) -> Ledger:
@@ -63,4 +50,4 @@ def serve(ledger: Ledger, request: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5] if len(sys.argv) > 5 else None)
+    main(sys.argv[1], *map(int, sys.argv[2:5]))
