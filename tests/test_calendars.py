@@ -6,6 +6,8 @@ import itertools
 import os
 import pickle
 from datetime import UTC, date, datetime, timedelta
+from functools import lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo, available_timezones
 
@@ -39,16 +41,17 @@ def local_date(zone: ZoneInfo, second: int) -> date:
     return (EPOCH + timedelta(seconds=second)).astimezone(zone).date()
 
 
+@lru_cache(maxsize=1000)
 def first_second(zone: ZoneInfo, day: date) -> int:
-    """The first second whose local date is that day or a later one, by looking at every minute around it.
+    """The first second whose local date is that day or a later one, by looking at the times around it.
 
-    Where a day repeats after a change of the clocks, its first part counts.
+    Where a day repeats after a change of the clocks, its first part counts. No zone is more than 16 hours off UTC, and
+    clocks change in a minute that a multiple of a quarter of an hour precedes.
     """
-    start = (datetime(day.year, day.month, day.day, tzinfo=UTC) - EPOCH) // timedelta(seconds=1) - 36 * 3600
-    minute = next(
-        second for second in range(start, start + 72 * 3600, 15 * MINUTE_S) if local_date(zone, second) >= day
-    )
-    return next(second for second in range(minute - 15 * MINUTE_S, minute + 1) if local_date(zone, second) >= day)
+    start = (datetime(day.year, day.month, day.day, tzinfo=UTC) - EPOCH) // timedelta(seconds=1) - 16 * 3600
+    for step_s in (15 * MINUTE_S, MINUTE_S, 1):
+        start = next(second for second in count(start, step_s) if local_date(zone, second) >= day) - step_s
+    return start + 1
 
 
 def period_start(calendar: Calendar, day: date) -> date:
