@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from headgate import Calendar, InvalidLimit, Limit
 from headgate.calendars import CLOCK_TOLERANCE_US, EdgeText
+from support.paths import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,20 +148,32 @@ def test_every_day_on_which_the_clocks_change(name: str) -> None:
             assert daily.window(at_us) == expected_window(daily, at_us)
 
 
-@pytest.mark.parametrize(
-    ("calendar", "at", "start", "end"),
-    [
+EDGES = {
+    "usually": [
         # Days of 23 and 25 hours.
         (Calendar("day", timezone="Europe/Berlin"), "2026-03-29T12:00", "2026-03-28T23:00", "2026-03-29T22:00"),
         (Calendar("day", timezone="Europe/Berlin"), "2026-10-25T12:00", "2026-10-24T22:00", "2026-10-25T23:00"),
-        # Midnight is skipped: the day starts at 01:00.
-        (Calendar("day", timezone="America/Sao_Paulo"), "2018-11-04T12:00", "2018-11-04T03:00", "2018-11-05T02:00"),
-        (Calendar("day", timezone="Asia/Beirut"), "2026-03-29T12:00", "2026-03-28T22:00", "2026-03-29T21:00"),
-        # Midnight repeats: the day starts at the earlier one.
-        (Calendar("day", timezone="America/Havana"), "2025-11-02T12:00", "2025-11-02T04:00", "2025-11-03T05:00"),
         # 23:00 of the last day repeats, midnight does not.
         (Calendar("day", timezone="America/Sao_Paulo"), "2019-02-17T01:30", "2019-02-16T02:00", "2019-02-17T03:00"),
-        # A skipped day: 29 December 2011 is followed by the 31st.
+        (Calendar("week"), "2026-11-18T12:00", "2026-11-16T00:00", "2026-11-23T00:00"),
+        (Calendar("week", starts=7), "2026-11-18T12:00", "2026-11-15T00:00", "2026-11-22T00:00"),
+        (Calendar("week", starts=3), "2026-11-18T00:00", "2026-11-18T00:00", "2026-11-25T00:00"),
+        (Calendar("year"), "2026-11-18T00:00", "2026-01-01T00:00", "2027-01-01T00:00"),
+        (Calendar("year", starts="04-01"), "2026-03-31T23:59", "2025-04-01T00:00", "2026-04-01T00:00"),
+        # Before 1970, and as late as numbers are exact.
+        (Calendar("month"), "1969-12-31T23:59", "1969-12-01T00:00", "1970-01-01T00:00"),
+        (Calendar("year"), "2255-06-05T00:00", "2255-01-01T00:00", "2256-01-01T00:00"),
+    ],
+    "a change of the clocks skips midnight, as in Beirut in March": [
+        (Calendar("day", timezone="America/Sao_Paulo"), "2018-11-04T12:00", "2018-11-04T03:00", "2018-11-05T02:00"),
+        (Calendar("day", timezone="Asia/Beirut"), "2026-03-29T12:00", "2026-03-28T22:00", "2026-03-29T21:00"),
+    ],
+    "midnight repeats, as in Havana in November": [
+        (Calendar("day", timezone="America/Havana"), "2025-11-02T12:00", "2025-11-02T04:00", "2025-11-03T05:00"),
+        # A repeated day: Kwajalein crossed the date line to the east, and had 30 September 1969 twice.
+        (Calendar("day", timezone="Pacific/Kwajalein"), "1969-09-30T13:30", "1969-09-29T13:00", "1969-10-01T12:00"),
+    ],
+    "the zone skips the whole day, as Samoa did on 30 December 2011": [
         (Calendar("day", timezone="Pacific/Apia"), "2011-12-30T09:59", "2011-12-29T10:00", "2011-12-30T10:00"),
         (Calendar("day", timezone="Pacific/Apia"), "2011-12-30T10:00", "2011-12-30T10:00", "2011-12-31T10:00"),
         (
@@ -169,30 +182,33 @@ def test_every_day_on_which_the_clocks_change(name: str) -> None:
             "2011-12-30T10:00",
             "2012-01-29T10:00",
         ),
-        # A repeated day: Kwajalein crossed the date line to the east, and had 30 September 1969 twice.
-        (Calendar("day", timezone="Pacific/Kwajalein"), "1969-09-30T13:30", "1969-09-29T13:00", "1969-10-01T12:00"),
-        # Weeks.
-        (Calendar("week"), "2026-11-18T12:00", "2026-11-16T00:00", "2026-11-23T00:00"),
-        (Calendar("week", starts=7), "2026-11-18T12:00", "2026-11-15T00:00", "2026-11-22T00:00"),
-        (Calendar("week", starts=3), "2026-11-18T00:00", "2026-11-18T00:00", "2026-11-25T00:00"),
-        # Start days that a month does not have.
+    ],
+    "the month does not have the start day: 31 in April, 29 in February 2026": [
         (Calendar("month", starts=31), "2026-04-29T12:00", "2026-03-31T00:00", "2026-04-30T00:00"),
         (Calendar("month", starts=31), "2026-04-30T00:00", "2026-04-30T00:00", "2026-05-31T00:00"),
         (Calendar("month", starts=30), "2026-02-28T00:00", "2026-02-28T00:00", "2026-03-30T00:00"),
         (Calendar("month", starts=29), "2028-02-28T00:00", "2028-01-29T00:00", "2028-02-29T00:00"),
-        # Years.
-        (Calendar("year"), "2026-11-18T00:00", "2026-01-01T00:00", "2027-01-01T00:00"),
-        (Calendar("year", starts="04-01"), "2026-03-31T23:59", "2025-04-01T00:00", "2026-04-01T00:00"),
+        (Calendar("month", starts=29), "2026-02-28T00:00", "2026-02-28T00:00", "2026-03-29T00:00"),
+    ],
+    '`starts="02-29"` in a common year': [
         (Calendar("year", starts="02-29"), "2027-02-27T00:00", "2026-02-28T00:00", "2027-02-28T00:00"),
         (Calendar("year", starts="02-29"), "2028-02-28T12:00", "2027-02-28T00:00", "2028-02-29T00:00"),
-        # Before 1970, and as late as numbers are exact.
-        (Calendar("month"), "1969-12-31T23:59", "1969-12-01T00:00", "1970-01-01T00:00"),
-        (Calendar("year"), "2255-06-05T00:00", "2255-01-01T00:00", "2256-01-01T00:00"),
     ],
-    ids=str,
+}
+"""Cases of each row of the table in docs/limits.md."""
+
+
+@pytest.mark.parametrize(
+    ("calendar", "at", "start", "end"), [case for cases in EDGES.values() for case in cases], ids=str
 )
 def test_window(calendar: Calendar, at: str, start: str, end: str) -> None:
     assert calendar.window(us(at)) == (us(start), us(end))
+    assert expected_window(calendar, us(at)) == (us(start), us(end))
+
+
+def test_documented_edges_are_those_that_are_tested() -> None:
+    table = (ROOT / "docs/limits.md").read_text().partition("| case | edge |")[2].partition("\n\n")[0]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]] == [*EDGES]
 
 
 @given(calendar=calendars(), at_us=instants)

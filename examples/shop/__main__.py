@@ -53,7 +53,8 @@ def _serve(options: argparse.Namespace, closing: ExitStack) -> int:
     data = DataDirectory(options.data)
     closing.callback(data.close)
     # Through the environment, as workers are separate processes.
-    os.environ |= {"SHOP_STORE": options.store, "SHOP_CONFIG": data.config, "SHOP_LOG": data.log}
+    databases = {"SHOP_CONFIG": data.config, "SHOP_LOG": data.log, "SHOP_LEDGER": data.ledger}
+    os.environ |= {"SHOP_STORE": options.store, **databases}
     os.environ.setdefault("HEADGATE_SECRET", data.secret())  # in production, the same on all machines
     admin = ShopAdmin(data)
     closing.callback(admin.close)

@@ -13,6 +13,7 @@ from headgate.control.anomalies.detector import AnomalyDetector, AnomalyLog
 from headgate.control.config import Assignment, ConfigStore, Put
 from headgate.control.service.service import AdminService
 from headgate.errors import InvalidInput
+from headgate.quotas import Ledger
 from headgate.telemetry.fleet.status_store import open_status_store
 
 if TYPE_CHECKING:
@@ -31,15 +32,17 @@ class ShopAdmin:
     def __init__(self, data: DataDirectory) -> None:
         self.config = ConfigStore(data.config)
         self._log = data.log
+        self._ledger = Ledger(data.ledger, connect=False)
         self._tokens = Tokens(data.config)
         self._server: AdminServer | None = None
-        self._closing: list[Any] = [self._tokens, self.config]
+        self._closing: list[Any] = [self._tokens, self._ledger, self.config]
 
     def open(self, counters: Limiter, *, store: str, host: str, port: int) -> str:
         """Serve the admin pages; returns their URL."""
         board = open_status_store(store)
+        anomalies = AnomalyLog(self.config)
         desk = AdminService(
-            self.config, counters=counters, log=self._log, status_store=board, anomalies=AnomalyLog(self.config)
+            self.config, counters=counters, log=self._log, ledger=self._ledger, status_store=board, anomalies=anomalies
         )
         watchers = [AnomalyDetector(board, self.config), *desk.watchers()]
         self._server = AdminServer(desk, self._tokens, host=host, port=port, watchers=watchers).start()

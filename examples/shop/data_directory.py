@@ -1,4 +1,4 @@
-"""The data directory of a running shop: two SQLite databases and a secret."""
+"""The data directory of a running shop: three SQLite databases and a secret."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ class DataDirectory:
     def log(self) -> str:
         """The URL of the decision log, for readers."""
         return f"sqlite:///{self.folder / 'decisions.db'}"
+
+    @property
+    def ledger(self) -> str:
+        """The URL of the ledger of the plans."""
+        return f"sqlite:///{self.folder / 'ledger.db'}"
 
     def secret(self) -> str:
         """The secret that API keys are hashed with; kept, so that stored clients are recognized after a restart."""

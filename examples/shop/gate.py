@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from base64 import b64decode
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from examples.shop.customers import customer_of
 from examples.shop.decision_printer import show
 from headgate.gate.gate import AsyncGate
+from headgate.quotas import Ledger
 
 if TYPE_CHECKING:
     from headgate.adapters import RequestInfo
     from headgate.telemetry.decision_log.log import DecisionLog
 
-__all__ = ["gate", "log"]
+__all__ = ["gate", "ledger", "log"]
 
 
 def login_name(request: RequestInfo) -> str | None:
@@ -27,13 +30,14 @@ def login_name(request: RequestInfo) -> str | None:
     return None
 
 
-def _opened(store: str, config: str | None) -> AsyncGate:
+def _opened(store: str, config: str | None, ledger: str) -> AsyncGate:
     policy: Any = Path(__file__).with_name("policy.yaml")
     if config is not None:
         from headgate.control.config.watcher import ConfigSource
 
         policy = ConfigSource(config)
-    return AsyncGate(policy, store, identities={"user": login_name}, on_decision=show)
+    identities = {"user": login_name, "customer": customer_of}
+    return AsyncGate(policy, store, ledger=ledger, identities=identities, on_decision=show)
 
 
 def _watched(gate: AsyncGate, store: str, url: str) -> DecisionLog:
@@ -51,5 +55,7 @@ def _watched(gate: AsyncGate, store: str, url: str) -> DecisionLog:
 # Through the environment, as workers are separate processes.
 _store = os.environ.get("SHOP_STORE") or "memory://"  # redis://... counts for all workers and machines together
 _log = os.environ.get("SHOP_LOG")
-gate = _opened(_store, os.environ.get("SHOP_CONFIG"))
+_ledger = os.environ.get("SHOP_LEDGER") or f"sqlite:///{tempfile.mkdtemp(prefix='shop-')}/ledger.db"
+gate = _opened(_store, os.environ.get("SHOP_CONFIG"), _ledger)
+ledger = Ledger(_ledger, author="shop", connect=False)
 log = _watched(gate, _store, _log) if _log else None

@@ -78,6 +78,8 @@ SEARCH = Ask("GET", "/search?q=tea")
 WRITE = Ask("POST", "/posts", json='{"text": "hello"}')
 COMPLETE = Ask("POST", "/complete")
 PAY = Ask("POST", "/pay")
+EXPORT = Ask("POST", "/exports")
+CREDITS = Ask("POST", "/credits")
 
 
 class Habit(NamedTuple):
@@ -135,6 +137,7 @@ HABITS = (
     Habit("launch", now_and_then(22, first=18, lasts=16, every=80), 22, (POSTS, POSTS, SEARCH), (FESTIVAL,)),
     # It has 60 per minute and sends 61, so it is always near its limit.
     Habit("at its limit", full_at_once(61 / 60, at_first=10, lasts=6.5), 10, (POSTS,), (CAFE,), even=True),
+    Habit("exports", wave(0.1, 0.6, 80), 0.6, (*[EXPORT] * 14, CREDITS), (*PRO, *ENTERPRISE), agents=("export/3.0",)),
     Habit("payments", lambda _: 9.5 / 60, 9.5 / 60, (PAY,), PRO[:1], agents=("till/1.0",), even=True),
     Habit("webhooks", wave(0.5, 2, 40), 2, (Ask("POST", "/webhooks/git"),), addresses=(FORGE,), agents=("forge/8",)),
     Habit(

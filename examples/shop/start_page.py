@@ -43,7 +43,8 @@ PAGE = """<!doctype html>
 <h1>Headgate example shop</h1>
 <p class="dim">A small API behind rate limits, to try out Headgate.</p>
 <p>Every request to this API passes the limits of <code>examples/shop/policy.yaml</code>: by address, by API key, by
-tier and by cost. Send some requests, and watch the decisions in the terminal where the shop runs.</p>
+tier and by cost. Exports are sold by the month, and charged to a ledger. Send some requests, and watch the decisions in
+the terminal where the shop runs.</p>
 {admin}
 <h2>Requests to try</h2>
 <ol>

@@ -28,12 +28,15 @@ class Ask(NamedTuple):
     json: str | None = None
     visitor: str = VISITOR
     """The client address; $i is the number of the request."""
+    once: str | None = None
+    """The Idempotency-Key."""
 
     def curl(self, base: str) -> str:
         words = ["curl -i"]
         words += ["-X POST"] if self.method == "POST" and self.json is None else []
         words += [f'-H "X-Forwarded-For: {self.visitor}"'] if self.visitor != VISITOR else []
         words += [f"-H 'X-API-Key: {self.key}'"] if self.key else []
+        words += [f"-H 'Idempotency-Key: {self.once}'"] if self.once else []
         words += [f"-u {self.login}"] if self.login else []
         words += [f"--json '{self.json}'"] if self.json else []
         return " ".join([*words, f"'{base}{self.path}'" if "?" in self.path else f"{base}{self.path}"])
@@ -42,6 +45,7 @@ class Ask(NamedTuple):
         sent = {
             "X-Forwarded-For": self.visitor.replace("$i", str(count)),
             "X-API-Key": self.key,
+            "Idempotency-Key": self.once,
             "Authorization": self.login and f"Basic {b64encode(self.login.encode()).decode()}",
             "Content-Type": self.json and "application/json",
         }
@@ -66,6 +70,8 @@ class Step(NamedTuple):
     """Header fields of the last response to show."""
     pause: float = 0
     """Seconds between the requests."""
+    has_body: bool = False
+    """True to show the response."""
 
 
 SEARCH = Ask("GET", "/search?q=tea")
@@ -93,6 +99,20 @@ STEPS = (
     ),
     Step("A model's answer reserves 500 tokens, and then pays the 14 it took:", (COMPLETE,), 2, pause=0.3),
     Step(
+        "A plan has exports per month, and an export costs one, however often it is sent:",
+        (Ask("POST", "/exports", key="demo-pro-key", once="export-1"),),
+        2,
+        has_body=True,
+    ),
+    Step(
+        "What exceeds the plan is paid by credits, of which each order counts once:",
+        (
+            Ask("POST", "/credits", key="demo-pro-key", once="order-1"),
+            Ask("GET", "/plan", key="demo-pro-key"),
+        ),
+        has_body=True,
+    ),
+    Step(
         "A shadow only watches: a fourth post passes, and is reported:",
         (Ask("POST", "/posts", key="demo-pro-key", json='{"text": "hello"}'),),
         4,
@@ -119,6 +139,8 @@ def run(host: str, port: int) -> list[Reply]:
         for name in step.shows:
             if name in reply.headers:  # absent while the store is unavailable
                 print(f"     {name}: {reply.headers[name]}")
+        if step.has_body:
+            print(f"     {reply.body}")
         if reply.headers.get("content-type") == "application/problem+json":
             print(f"     {json.loads(reply.body)['message']}")
         if sys.stdout.isatty():

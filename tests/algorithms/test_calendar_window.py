@@ -17,6 +17,7 @@ from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, Refund, Reset
 from headgate.testing import FakeClock
 from support.algorithm_stores import InMemory, InRedis
+from support.paths import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,13 +99,34 @@ def test_cost_beyond_the_quota_never_passes(timeline: Timeline) -> None:
     assert (decision.allowed, decision.retry_after_us, decision.unsatisfiable) == (False, None, True)
 
 
+DOCUMENTED = {
+    "10 November, months from the 1st | from the 15th | 11 November | 15 December": (
+        (monthly(), "2026-11-10T00:00", monthly(starts=15), "2026-11-11T00:00", "2026-12-15T00:00")
+    ),
+    "20 November, months from the 1st | from the 15th | 21 November | 15 December": (
+        (monthly(), "2026-11-20T00:00", monthly(starts=15), "2026-11-21T00:00", "2026-12-15T00:00")
+    ),
+    "20 November, months from the 15th | from the 1st | 21 November | 1 January": (
+        (monthly(starts=15), "2026-11-20T00:00", monthly(), "2026-11-21T00:00", "2027-01-01T00:00")
+    ),
+    "10 November, UTC | Asia/Tokyo | 11 November | 1 December, 00:00 UTC: there, December is nine hours old": (
+        (monthly(), "2026-11-10T00:00", monthly(timezone="Asia/Tokyo"), "2026-11-11T00:00", "2026-12-01T00:00")
+    ),
+    "10 November, UTC | America/New_York | 11 November | 1 December, 05:00 UTC": (
+        (monthly(), "2026-11-10T00:00", monthly(timezone="America/New_York"), "2026-11-11T00:00", "2026-12-01T05:00")
+    ),
+    "30 November, UTC | America/New_York | 1 December, 04:59 UTC | 1 December, 05:00 UTC: there, November ends": (
+        (monthly(), "2026-11-30T00:00", monthly(timezone="America/New_York"), "2026-12-01T04:59", "2026-12-01T05:00")
+    ),
+    "31 October, months from the 1st | from the 15th | 14 November | 15 November": (
+        (monthly(), "2026-10-31T00:00", monthly(starts=15), "2026-11-14T00:00", "2026-11-15T00:00")
+    ),
+}
+"""The rows of the table in docs/limits.md."""
+
 CHANGES = [
-    # Start day: the current period is extended to the first new edge at or after its end.
-    (monthly(), "2026-11-10T00:00", monthly(starts=15), "2026-11-11T00:00", "2026-12-15T00:00"),
-    (monthly(), "2026-11-20T00:00", monthly(starts=15), "2026-11-21T00:00", "2026-12-15T00:00"),
-    (monthly(starts=15), "2026-11-20T00:00", monthly(), "2026-11-21T00:00", "2027-01-01T00:00"),
+    *DOCUMENTED.values(),
     # Time zone: to the east, where the month ends some hours earlier, it ends as before.
-    (monthly(), "2026-11-10T00:00", monthly(timezone="Asia/Tokyo"), "2026-11-11T00:00", "2026-12-01T00:00"),
     (monthly(), "2026-11-10T00:00", monthly(timezone="Asia/Tokyo"), "2026-11-30T16:00", "2026-12-01T00:00"),
     # Days are extended.
     (
@@ -122,23 +144,6 @@ CHANGES = [
         "2026-11-11T00:00",
         "2026-12-01T15:00",
     ),
-    # To the west: it ends some hours later.
-    (
-        monthly(),
-        "2026-11-10T00:00",
-        monthly(timezone="America/New_York"),
-        "2026-11-11T00:00",
-        "2026-12-01T05:00",
-    ),
-    # After the end of the old period, but in the period of the new calendar that contains that end.
-    (
-        monthly(),
-        "2026-11-30T00:00",
-        monthly(timezone="America/New_York"),
-        "2026-12-01T04:59",
-        "2026-12-01T05:00",
-    ),
-    (monthly(), "2026-10-31T00:00", monthly(starts=15), "2026-11-14T00:00", "2026-11-15T00:00"),
     # The quota: what was used stays used.
     (monthly(10), "2026-11-10T00:00", monthly(12), "2026-11-11T00:00", "2026-12-01T00:00"),
     # The unit: as with other windows, what was used counts in the current one.
@@ -174,6 +179,20 @@ def test_changed_calendar_extends_the_current_period(
     assert not probe.limiter.check(probe.key(new), cost=left + 1).allowed
     probe.clock.set_us(us(until))
     assert probe.limiter.check(probe.key(new)).remaining == new.quota - 1
+
+
+def test_documented_changes_are_those_that_are_tested() -> None:
+    section = (ROOT / "docs/limits.md").read_text().partition("### When the calendar changes")[2]
+    rows = [line.strip("| ") for line in section.partition("\n#")[0].splitlines() if line.startswith("|")]
+    assert rows[2:] == [*DOCUMENTED]
+
+
+@pytest.mark.parametrize(("old", "used_at", "new", "changed_at", "until"), CHANGES)
+def test_changed_calendar_is_as_in_the_model(old: Limit, used_at: str, new: Limit, changed_at: str, until: str) -> None:
+    model = CalendarModel()
+    assert model.check(us(used_at), 10, old)[0]
+    allowed, _, reset_us = model.check(us(changed_at), new.quota - 9, new)
+    assert (allowed, us(changed_at) + reset_us) == (False, us(until))
 
 
 FORGOTTEN = [

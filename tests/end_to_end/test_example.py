@@ -100,7 +100,13 @@ def check_tour(log: str, *, retry_after: str = "5") -> None:
         ("429 login-failures", "0 left of login-failures"),
     ]
     assert [left for _, _, left in rows[22:24]] == ["9500 left of tokens", "9486 left of tokens"]
-    assert [answer for answer, _, _ in rows[24:]] == [*["allowed"] * 3, "allowed, not by writes", "403 blocked"]
+    assert [(answer, route) for answer, route, _ in rows[24:27]] == [
+        *[("allowed", "POST /exports")] * 2,
+        ("allowed", "POST /credits"),
+    ]
+    assert [answer for answer, _, _ in rows[27:]] == [*["allowed"] * 3, "allowed, not by writes", "403 blocked"]
+    assert re.search(r'"paid_by":\["allowance"\]', log)
+    assert re.search(r'"account":"exports/tea-house","left":\{"allowance":\d+,"credits":10,"pay as you go":50\}', log)
     assert re.search(rf"retry-after: {retry_after}$", log, re.MULTILINE)
     assert "Traceback" not in log
     assert not [key for key in re.findall(r"key (\w+)", log) if key.startswith("demo")], "a key is shown"
@@ -221,7 +227,7 @@ def test_policy_can_be_edited_while_it_runs(shop: Shop) -> None:
 
 
 def test_no_key_is_in_the_files_of_the_example(shop: Shop) -> None:
-    kept = b"".join(file.read_bytes() for file in shop.data.iterdir() if file.name != "lock")
+    kept = b"".join(file.read_bytes() for file in shop.data.rglob("*") if file.is_file() and file.name != "lock")
     assert b"Tea House" in kept
     assert not re.findall(rb"(?:demo|crowd)-(?:pro|free|enterprise|launch|leaked|key)-\w+", kept)
 
@@ -412,6 +418,33 @@ def test_policy_has_nothing_to_complain_about() -> None:
 def test_key_has_the_numbers_of_its_tier(client: TestClient, key: str | None, quota: int) -> None:
     answer = client.get("/posts", headers={"X-API-Key": key} if key else {})
     assert answer.headers["ratelimit-policy"].startswith(f'"requests";q={quota};w=60')
+
+
+def test_exports_are_paid_by_the_plan_then_by_credits(client: TestClient) -> None:
+    def export(key: str) -> Any:
+        return client.post("/exports", headers={"X-API-Key": "demo-free-key", "Idempotency-Key": key})
+
+    first, retry, *others = (export(key) for key in ("1", "1", "2", "3", "4", "5"))
+    assert (first.status_code, first.json()) == (retry.status_code, retry.json()) == (201, first.json())
+    assert [answer.json()["paid_by"] for answer in (first, *others)] == [["allowance"]] * 5
+    refused = export("6")
+    assert (refused.status_code, refused.json()["violated-policies"]) == (429, ["exports"])
+    for _ in range(2):
+        headers = {"X-API-Key": "demo-free-key", "Idempotency-Key": "order"}
+        assert client.post("/credits", headers=headers).status_code == 201
+    wait_until(lambda: export("6").status_code == 201, "the credits to be noticed")
+    assert export("6").json()["paid_by"] == ["credits"]
+    assert export("1").json() == first.json()
+    plan = client.get("/plan", headers={"X-API-Key": "demo-free-key"}).json()
+    assert plan["account"] == "exports/pocket-zine"
+    assert 9 <= plan["left"]["credits"] <= 10, "one may not be written yet"
+
+
+@pytest.mark.parametrize("key", [None, "unknown", "demo-leaked-key"])
+def test_only_customers_export(client: TestClient, key: str | None) -> None:
+    for path in ("/exports", "/credits"):
+        answer = client.post(path, headers={"X-API-Key": key} if key else {})
+        assert answer.status_code == (403 if key == "demo-leaked-key" else 401)
 
 
 def test_right_passwords_never_count(client: TestClient, limits: IsolatedLimits) -> None:
