@@ -29,13 +29,14 @@ from headgate.errors import (
 )
 from headgate.keys import Key
 from headgate.limiter import AsyncLimiter, Limiter
-from headgate.limits import Limit
+from headgate.limits import FairLimit, Limit
 
 __all__ = [
     "AsyncLimiter",
     "Calendar",
     "Clock",
     "Decision",
+    "FairLimit",
     "HeadgateError",
     "InvalidConfiguration",
     "InvalidCost",

@@ -20,15 +20,16 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from headgate.algorithms import ALGORITHMS
+from headgate.algorithms import fair_share
 from headgate.failure import local_limit
 from headgate.local.prepaid import can_prepay
 
 if TYPE_CHECKING:
-    from headgate.limits import Limit
+    from headgate.limits import FairLimit, Limit
 
 __all__ = [
-    "EXCHANGE_LAG_US", "Bound", "OvershootMeter", "connected_regions", "local_failure", "lost_data",
+    "EXCHANGE_LAG_US", "Bound", "OvershootMeter", "connected_regions", "fair_share_wait", "local_failure",
+    "lost_data",
     "most_in_one_period", "policy_bounds", "prepaid", "quota_grants", "regions", "sharded",
 ]  # fmt: skip
 
@@ -41,7 +42,7 @@ _WINDOWS: Final = ("fixed_window", "sliding_window")
 
 def most_in_one_period(limit: Limit) -> int:
     """The most that one counter admits in one period: a bucket that is full at first refills meanwhile."""
-    return limit.quota + (limit.capacity if ALGORITHMS[limit.algorithm].SHAPES_BURST else 0)
+    return limit.quota + (limit.capacity if limit.implementation.SHAPES_BURST else 0)
 
 
 def prepaid(limit: Limit, lease_us: int) -> int:
@@ -99,7 +100,7 @@ def regions(limit: Limit, count: int) -> int:
 def connected_regions(limit: Limit, count: int) -> int:
     """The bound while all regions exchange their usage in time."""
     bound = regions(limit, count)
-    if limit.region != "reconciled" or not ALGORITHMS[limit.algorithm].SHAPES_BURST:
+    if limit.region != "reconciled" or not limit.implementation.SHAPES_BURST:
         return bound
     return min(bound, (count - 1) * (limit.capacity + _refill(limit, EXCHANGE_LAG_US)))
 
@@ -110,6 +111,25 @@ def quota_grants(limit: Limit, validity_us: int) -> int:
     It does not cover requests that a proxy admits before its first grant; they are charged as far as possible.
     """
     return 0 if limit.algorithm == "fixed_window" else _refill(limit, validity_us)
+
+
+def fair_share_wait(limit: FairLimit, weight: int, total: int, cost: int = 1) -> int | None:
+    """The longest that a tenant within its share waits while others saturate a fair limit, in microseconds: the time in
+    which its share of the rate provides the cost. None if its bucket is too small for the cost, so that there is none.
+
+    `total` is the weight of all active tenants with its own. With the capacity B, the rate r, the weight w of the
+    tenant and the total W, a cost c of at most B w / 2W is admitted after c W / (r w), which is at most B / 2r.
+
+    >>> from datetime import timedelta
+    >>> from headgate import FairLimit
+    >>> fair_share_wait(FairLimit(1000, timedelta(seconds=1)), weight=1, total=20)
+    20000
+    """
+    parts = fair_share.scale(limit)
+    need = -(-cost * parts // weight)
+    if need > parts * limit.capacity // (2 * total):
+        return None
+    return -(-need * total * limit.ticks // (parts * limit.tokens))
 
 
 class Bound(NamedTuple):

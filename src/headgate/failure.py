@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
 from math import isfinite
@@ -11,7 +12,7 @@ from headgate.algorithms import NEVER
 from headgate.decisions import Decision
 from headgate.errors import InvalidConfiguration
 from headgate.keys import Key
-from headgate.limits import EXACT, HORIZON_US, Limit
+from headgate.limits import EXACT, HORIZON_US, FairLimit, Limit
 from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, Leave, Renew
 
@@ -182,6 +183,8 @@ def local_limit(limit: Limit, portion: Fraction) -> Limit:
 
 def _resized(limit: Limit, quota: int, period_us: int, burst: int | None = None) -> Limit:
     period = timedelta(microseconds=period_us)
+    if isinstance(limit, FairLimit):
+        return replace(limit, quota=quota, period=period, burst=burst)
     return Limit(quota, period, burst=burst, algorithm=limit.algorithm, name=limit.name)
 
 

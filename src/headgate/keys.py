@@ -30,6 +30,12 @@ class Key(NamedTuple):
     identity: str
     """The parts as one text: different parts never share a counter."""
 
+    @property
+    def account(self) -> str:
+        """The identity that is charged: in a fair limit, where all tenants share a counter, that of the tenant."""
+        limit = self.limit
+        return f"{self.identity}|{limit.member}" if limit.algorithm == "fair_share" else self.identity  # type: ignore[attr-defined]
+
     def part(self, index: int) -> Key:
         """The key of one shard of a limit with `split`."""
         limit = self.limit.part

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
 from math import gcd, isfinite
 from typing import Any, ClassVar, Final
 
 from headgate import _limit_syntax
-from headgate.algorithms import ALGORITHMS, INTERNAL_ALGORITHMS, Algorithm
+from headgate.algorithms import ALGORITHMS, INTERNAL_ALGORITHMS, Algorithm, fair_share
 from headgate.calendars import Calendar
 from headgate.errors import InvalidLimit
-from headgate.keys import MAX_IDENTITY_LENGTH, Key, escape, identify
+from headgate.keys import GLOBAL_IDENTITY, MAX_IDENTITY_LENGTH, Key, escape, identify
 
-__all__ = ["DEFAULT_ALGORITHM", "REGION_MODES", "Limit", "QuotaLimit"]
+__all__ = ["DEFAULT_ALGORITHM", "REGION_MODES", "FairLimit", "Limit", "QuotaLimit"]
 
 REGION_MODES: Final = ("regional", "divided", "reserved", "reconciled", "central")
 """The ways in which the regions of a limiter share a limit; see docs/regions.md."""
@@ -37,6 +37,8 @@ _LENGTHS: Final = {"day": "24 hours", "week": "7 days", "month": "30 days", "yea
 """Lengths of time to suggest in place of a calendar period."""
 
 MAX_CACHED_KEYS: Final = 256  # keys that a limit caches, as most clients return
+MAX_CACHED_TENANTS: Final = 4096
+"""The same for a fair limit: a tenant takes longer to create, and is one of few."""
 _NO_PART: Final[Any] = object()
 
 _new_key = tuple.__new__
@@ -97,7 +99,7 @@ class Limit:
     """The limit of each shard; None without `split`."""
     is_composite: bool = field(init=False, repr=False, compare=False)
     """True if other keys are counted than the caller's: those of shards or regions."""
-    _keys: dict[str, Key] = field(init=False, repr=False, compare=False)
+    _keys: dict[Any, Key] = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -216,7 +218,7 @@ class Limit:
     def _make_shard(self) -> Limit | None:
         if type(self.split) is not int or self.split < 1:
             raise InvalidLimit(f"split {self.split!r} is not a whole number of at least 1")
-        if self.split == 1:
+        if self.split == 1 or self.algorithm == "fair_share":
             return None
         if self.algorithm == "concurrency":
             problem = f"split {self.split} means nothing to concurrency, which finds a lease by its id"
@@ -263,6 +265,58 @@ class PoolLimit(Limit):
     algorithms: ClassVar[dict[str, Algorithm]] = INTERNAL_ALGORITHMS
 
     __hash__ = Limit.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class FairLimit(Limit):
+    """One limit for all tenants together, in which each can rely on its share, and use what the others leave.
+
+    `by` names the tenant, whose share is in proportion to its weight:
+
+    >>> api = FairLimit(1000, timedelta(minutes=1), name="api")
+    >>> str(api.by("tenant-7", weight=3).limit)
+    '1000 per minute, shared fairly'
+
+    All tenants are charged to the same counter. `burst` is its capacity, half of which is kept for the shares of the
+    tenants that send requests. See docs/fair-sharing.md.
+    """
+
+    algorithm: str = field(default="fair_share", kw_only=True)
+    member: str = field(default=GLOBAL_IDENTITY, kw_only=True)
+    """The identity of the tenant, in a key that `by` has created."""
+    weight: int = field(default=1, kw_only=True)
+
+    algorithms: ClassVar[dict[str, Algorithm]] = INTERNAL_ALGORITHMS
+
+    __hash__ = Limit.__hash__
+
+    def __post_init__(self) -> None:
+        Limit.__post_init__(self)
+        if self.split > 1 or self.region != "regional":
+            given = f"split {self.split}" if self.split > 1 else f"region {self.region!r}"
+            raise InvalidLimit(f"a fair limit has one counter, and {given} would divide it; leave it out")
+
+    def by(self, part: str | int = _NO_PART, /, *more: str | int, weight: int = 1) -> Key:
+        """The key of one tenant. Without parts, that of all requests which belong to none."""
+        cached = part, more, weight
+        key = self._keys.get(cached)
+        if key is None:
+            if type(weight) is not int or not 1 <= weight <= fair_share.MAX_WEIGHT:
+                raise InvalidLimit(f"weight {weight!r} is not a whole number from 1 to {fair_share.MAX_WEIGHT}")
+            parts = () if part is _NO_PART else (part, *more)
+            key = _new_key(Key, (replace(self, member=identify(parts), weight=weight), parts, GLOBAL_IDENTITY))
+            if len(self._keys) >= MAX_CACHED_TENANTS:
+                self._keys.clear()
+            self._keys[cached] = key
+        return key
+
+    def __str__(self) -> str:
+        return Limit.__str__(self).replace(", fair_share", ", shared fairly")
+
+    def __repr__(self) -> str:
+        who = f", member={self.member!r}, weight={self.weight}" if self.member != GLOBAL_IDENTITY else ""
+        numbers = f"quota={self.quota}, period={self.period!r}, burst={self.burst}"
+        return f"FairLimit({numbers}, name={self.name!r}{who})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The algorithms: pure arithmetic on whole numbers, no clock, no store, no lock. Seven are for limits, two internal.
+"""The algorithms: pure arithmetic on whole numbers, no clock, no store, no lock. Seven are for limits, three internal.
 
 Each is one module, `decide(state, now_us, cost, limit) -> (state, verdict)`, and beside it the Lua file of the same
 name that Redis runs. The two are held to each other, and to an independent model in exact fractions, by the tests.
@@ -11,6 +11,7 @@ from typing import Final
 from headgate.algorithms import (
     calendar_window,
     concurrency,
+    fair_share,
     fixed_window,
     gcra,
     leaky_bucket,
@@ -33,6 +34,10 @@ ALGORITHMS: Final[dict[str, Algorithm]] = {
     "concurrency": concurrency,
 }
 
-INTERNAL_ALGORITHMS: Final[dict[str, Algorithm]] = {"calendar_window": calendar_window, "pool": pool}
-"""Algorithms that no limit of a user can name: that of fixed_window limits with a calendar period, and that of counters
-that headgate creates for itself."""
+INTERNAL_ALGORITHMS: Final[dict[str, Algorithm]] = {
+    "calendar_window": calendar_window,
+    "fair_share": fair_share,
+    "pool": pool,
+}
+"""Algorithms that no limit of a user can name: that of fixed_window limits with a calendar period, that of fair limits,
+and that of counters that headgate creates for itself."""

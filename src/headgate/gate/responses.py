@@ -14,7 +14,7 @@ from datetime import timedelta
 from random import random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from headgate.algorithms import ALGORITHMS, NEVER
+from headgate.algorithms import NEVER
 from headgate.errors import InvalidConfiguration
 from headgate.gate.headers import LARGEST, SECOND_US, Header, Pace, RateLimitHeaders, SeparateFields
 from headgate.policy.model import NET_SUFFIX
@@ -220,7 +220,7 @@ def _describe(content_type: bytes, body: bytes) -> list[Header]:
 
 
 def _refill_us(limit: Limit) -> int:
-    is_steady = ALGORITHMS[limit.algorithm].SHAPES_BURST
+    is_steady = limit.implementation.SHAPES_BURST
     return -((1 - limit.capacity) * limit.ticks // limit.tokens) if is_steady else 0
 
 

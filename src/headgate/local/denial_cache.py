@@ -361,12 +361,15 @@ class _Entry(NamedTuple):
 def _waits_us(check: Check, decision: Decision) -> list[int] | None:
     """The time for which each limit denies the same request: 0 if it does not, NEVER for ever; None if unknown.
 
-    A lease may end at any moment. An allowed answer has only the longest wait: if it leaves two limits with too little,
-    the wait of the other one is unknown.
+    A lease may end at any moment, and the end of a denial by a fair limit depends on other tenants. An allowed answer
+    has only the longest wait: if it leaves two limits with too little, the wait of the other one is unknown.
     """
     if decision.allowed and not decision.next_allowed_us:
         return None
-    if {"concurrency", "pool"} & {key.limit.algorithm for key in check.keys}:
+    algorithms = [key.limit.algorithm for key in check.keys]
+    if {"concurrency", "pool"} & {*algorithms}:
+        return None
+    if "fair_share" in algorithms and (decision.allowed or decision.verdicts[algorithms.index("fair_share")][1]):
         return None
     if not decision.allowed:
         return [verdict[1] for verdict in decision.verdicts]

@@ -152,7 +152,7 @@ class OutageLedger:
     def record_refund(self, refund: Refund) -> None:
         """Keep a refund that was certainly not made, of a charge whose instant is known. Those of one counter, or of
         one window, become one."""
-        limit, _, identity = refund.key
+        limit, identity = refund.key.limit, refund.key.account
         at_us = refund.at_us or 0
         if limit.calendar is not None:
             window = limit.calendar.window(at_us)[0]
@@ -227,7 +227,7 @@ class OutageLedger:
     def record_forgiven(self, key: Key, tokens: int) -> None:
         """Record that the store had so much less left than an account owed."""
         with self._lock:
-            account = self._taken.get((key.limit.space, key.identity))
+            account = self._taken.get((key.limit.space, key.account))
             if account is not None:
                 account.forgiven += tokens
                 self._compare_overshoot(account)
@@ -245,8 +245,7 @@ class OutageLedger:
             self._overshoot = OutageOvershoot(account.key.limit, account.forgiven, outage_us, nodes, is_bounded)
 
     def _charge(self, key: Key, cost: int, *, is_bounded: bool = True) -> None:
-        limit, _, identity = key
-        name = limit.space, identity
+        name = key.limit.space, key.account
         now_us = self._now_us()
         with self._lock:
             account = self._accounts.get(name)
@@ -263,7 +262,7 @@ class OutageLedger:
 
     def _restore(self, key: Key, tokens: int) -> bool:
         """Put an account back as it was: if it were charged anew, each failed attempt would extend its debt."""
-        name = key.limit.space, key.identity
+        name = key.limit.space, key.account
         now_us = self._now_us()
         with self._lock:
             account = self._taken.pop(name, None)

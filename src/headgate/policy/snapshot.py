@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
-from headgate.algorithms import ALGORITHMS
 from headgate.calendars import Calendar
 from headgate.errors import InvalidLimit
 from headgate.keys import is_keyed_hash
@@ -677,7 +676,7 @@ def _is_concurrency(rule: Rule) -> bool:
 
 
 def _multiply(limit: Limit, factor: int, region: str) -> Limit:
-    shapes_burst = ALGORITHMS[limit.algorithm].SHAPES_BURST
+    shapes_burst = limit.implementation.SHAPES_BURST
     same: dict[str, Any] = {"algorithm": limit.algorithm, "split": limit.split, "region": region}
     same["name"] = net_name(limit.name)
     while True:

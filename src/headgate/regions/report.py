@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headgate.algorithms import ALGORITHMS
 from headgate.clock import SystemClock
 from headgate.decisions import Decision
 from headgate.errors import HeadgateError
@@ -279,7 +278,7 @@ def _overshoot(limit: Limit, slots: list[tuple[int, int]]) -> int:
     numbers = [number for number, _ in slots]
     length_us = (max(numbers) - min(numbers) + 1) * slot_us(limit)
     refilled = -(-length_us * limit.tokens // limit.ticks)
-    if ALGORITHMS[limit.algorithm].SHAPES_BURST:
+    if limit.implementation.SHAPES_BURST:
         admitted = limit.capacity + refilled
     else:
         admitted = limit.quota * (1 + -(-length_us // max(1, horizon_us(limit))))

@@ -494,12 +494,12 @@ class MemoryStore:
         return decision._replace(verdicts=tuple(verdicts), cost=cost)
 
     def _record(self, key: Key, id: str | None, now_us: int) -> IdRecord | None:
-        record = self._ids.get((key.limit.space, key.identity, id), now_us)
+        record = self._ids.get((key.limit.space, key.account, id), now_us)
         return record if record is not None and record.holders else None
 
     def _add_record(self, key: Key, id: str | None, record: IdRecord, until_us: int, now_us: int) -> None:
         evicted = self._ids.evicted
-        self._ids.put((key.limit.space, key.identity, id), record, until_us, now_us)
+        self._ids.put((key.limit.space, key.account, id), record, until_us, now_us)
         if self._ids.evicted > evicted:
             effect = "at %d ids: %d were dropped early, so a repeated check may be charged again"
             self._warn_full(self._ids.evicted, effect)
@@ -507,14 +507,17 @@ class MemoryStore:
     def _deny(self, keys: tuple[Key, ...], cost: Cost, verdicts: list[Verdict], now_us: int) -> None:
         """Set the verdicts of a denial: limits under which the request would have passed report what a peek reports.
 
-        Nothing is charged, but migrations are written: `_find` has written plan changes, this writes re-dated states.
+        Nothing is charged, but migrations are written: `_find` has written plan changes, this writes re-dated states,
+        and tenants of fair limits that are active from now on.
         """
         for index, key in enumerate(keys):
             table, state = self._find(key, now_us, adopt=False)
-            after, verdict = table.decide(state, now_us, 0, key.limit)
-            if not verdicts[index][1]:
+            each: int = cost[index] if type(cost) is tuple else cost  # type: ignore[assignment]
+            is_denied = verdicts[index][1] != 0
+            after, verdict = table.decide(state, now_us, each if is_denied else 0, key.limit)
+            if not is_denied:
                 verdicts[index] = verdict
-            if after is not state and (cost[index] if type(cost) is tuple else cost):
+            if after is not state and state is not None and each:
                 self._replace(table, key.identity, state, after)
 
     def _replace(self, table: _CounterTable, identity: str, state: Any, after: Any) -> None:
@@ -526,13 +529,13 @@ class MemoryStore:
     def _refund(self, refund: Refund) -> bool:
         key, amount, id, at_us = refund
         now_us = self._now_us()
-        record = None if id is None else self._ids.get((key.limit.space, key.identity, id), now_us)
+        record = None if id is None else self._ids.get((key.limit.space, key.account, id), now_us)
         if isinstance(refund, Withdraw):
             if record is None or record.holders != 1:  # another caller relies on it
                 if record is not None and record.holders:
                     record.holders -= 1
                 return False
-            self._ids.drop((key.limit.space, key.identity, id))
+            self._ids.drop((key.limit.space, key.account, id))
             amount = record.left
         elif record is not None:
             if not record.holders or record.left < record.cost:  # the one refund of this id has been made
@@ -593,7 +596,7 @@ class MemoryStore:
                 ttl_us -= max(0, now_us - operation.since_us)
                 if ttl_us <= 0:
                     return 0
-            record = self._ids.get((key.limit.space, key.identity, operation.id), now_us)
+            record = self._ids.get((key.limit.space, key.account, operation.id), now_us)
             if record is not None:
                 return record.cost
         while True:
@@ -619,7 +622,7 @@ class MemoryStore:
 
     def _overdraw(self, operation: Overdraw) -> int:
         key, now_us = operation.key, self._now_us()
-        record = self._ids.get((key.limit.space, key.identity, operation.id), now_us)
+        record = self._ids.get((key.limit.space, key.account, operation.id), now_us)
         if record is not None:
             return record.cost
         amount = min(operation.amount, key.limit.capacity)

@@ -13,7 +13,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate._limit_syntax import spell
-from headgate.algorithms import ALGORITHMS
 from headgate.control.config.compose import PolicyTemplate
 from headgate.control.config.reading import rows_at
 from headgate.control.config.rows import BASE_SECTIONS, LIST_SECTIONS, microseconds
@@ -365,6 +364,6 @@ def _retry_s(limit: Limit, outcome: Outcome) -> float | None:
     if limit.algorithm == "fixed_window":
         return reset_us / 1_000_000
     part = limit.part or limit
-    if ALGORITHMS[limit.algorithm].SHAPES_BURST:
+    if limit.implementation.SHAPES_BURST:
         return max(0, reset_us - (part.capacity - 1) * part.ticks // part.tokens) / 1_000_000
     return None

@@ -14,7 +14,7 @@ from hiredis import pack_command
 
 from headgate import speedups
 from headgate.calendars import EdgeText
-from headgate.limits import EXACT, Limit
+from headgate.limits import EXACT, FairLimit, Limit
 from headgate.stores.operations import (
     Call,
     Check,
@@ -144,6 +144,8 @@ class CommandEncoder:
 
         The id is hashed, so that its length does not matter and no text of a caller is stored.
         """
+        if type(key.limit) is FairLimit:
+            id = f"{id}|{key.limit.member}"
         digest = blake2b(id.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         return f"{{{self.name(key)}}}:id:{digest}"
 
@@ -167,7 +169,9 @@ class CommandEncoder:
 
     def describe(self, limit: Limit) -> tuple[Any, ...]:
         """The arguments for a limit. Scripts do not know time zones, so they receive the edges of a calendar."""
-        period = limit.period_us if limit.calendar is None else limit.calendar.edges(self._edges_now_us())
+        period: Any = limit.period_us if limit.calendar is None else limit.calendar.edges(self._edges_now_us())
+        if type(limit) is FairLimit:
+            period = f"{period} ~{limit.weight}:{_safe(limit.member)}"
         return limit.capacity, limit.tokens, limit.ticks, period
 
     def replace_edges(self, command: Command, now_us: int) -> bool:
@@ -329,7 +333,9 @@ class CommandEncoder:
             since: Any = "" if call.since_us is None else call.since_us
             return Command(its, keys, [*head, min(call.tokens, EXACT - 1), min(call.ttl_us, EXACT - 1), since], [call])
         # Denials of leases are not cached, so their end is not published.
-        message = ("", "") if limit.algorithm in ("concurrency", "pool") else (self.channel, _subject(call.key))
+        message = (
+            ("", "") if limit.algorithm in ("concurrency", "fair_share", "pool") else (self.channel, _subject(call.key))
+        )
         if isinstance(call, Undo):
             id = call.check.id if isinstance(call.check, IdempotentCheck) else None
             what = [call.check.cost, call.at_us, 0, call.check.id or "", "undo"]

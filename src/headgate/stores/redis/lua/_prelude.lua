@@ -7,17 +7,22 @@ local function current_us(client_us)
   return time[1] * 1000000 + time[2]
 end
 
--- Parses a limit from ARGV[first ..]: capacity, tokens, ticks, period (us), or for a calendar the longest period (us), the
--- series and edges. States end with its signature, or with the
--- period. Long TTLs are multiples of `ttl_step`, a sixteenth of the time that an empty bucket takes to fill; `separator`
+-- Parses a limit from ARGV[first ..]: capacity, tokens, ticks, and one of: the period (us); for a calendar the longest
+-- period (us), the series and edges; for the part of a tenant in a fair limit the period (us), "~", its weight, ":" and its
+-- name. States end with the signature of the limit, or with the period. Long TTLs are multiples of `ttl_step`, a sixteenth of the time that an empty bucket takes to fill; `separator`
 -- marks the states of keys that have one.
 local function parse_limit(first)
   local ARGV = ARGV
   local capacity, tokens, ticks, period_text = ARGV[first], ARGV[first + 1], ARGV[first + 2], ARGV[first + 3]
   local signature = tokens .. '/' .. ticks .. '/' .. capacity
   capacity, tokens, ticks = capacity + 0, tokens + 0, ticks + 0 -- faster than tonumber
-  local period, edges, series = tonumber(period_text), nil, nil
+  local period, edges, series, weight, member = tonumber(period_text), nil, nil, nil, nil
   if not period then
+    period, weight, member = match(period_text, '^(%d+) ~(%d+):(.*)$')
+  end
+  if member then
+    period, weight = period + 0, weight + 0
+  elseif not period then
     edges, period, series = {}, match(period_text, '^(%d+) (%S+)')
     period = period + 0
     for edge in gmatch(period_text, ' (%-?%d+)') do
@@ -28,6 +33,7 @@ local function parse_limit(first)
     capacity = capacity, tokens = tokens, ticks = ticks, full = capacity * ticks,
     period = period, period_text = period_text, period_suffix = ' ' .. ARGV[first + 3], edges = edges, series = series,
     ttl_step = ceil_div(capacity * ticks, tokens * 16), separator = ' ',
+    member = member, member_weight = weight,
     signature = signature, signature_suffix = ' ' .. signature, suffix_at = -1 - #signature,
   }
 end

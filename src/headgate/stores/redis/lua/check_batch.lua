@@ -10,7 +10,8 @@
 --   request would be allowed again (us).
 
 local MAX_KEYS_AT_ONCE = 3000 -- a call in Lua takes 8,000 values, and MSET two for each key
-local COLLECTIONS = { calendar_window = true, concurrency = true, sliding_log = true } -- written immediately, unlike strings
+-- Written immediately, unlike strings.
+local COLLECTIONS = { calendar_window = true, concurrency = true, fair_share = true, sliding_log = true }
 local MIN_BUSY_KEYS = 32
 local KEYS, ARGV = KEYS, ARGV
 local now, limits, position_of_groups, has_collections = current_us(ARGV[1]), {}, 4, false

@@ -13,7 +13,7 @@ if not remaining then return { now, -1, 0 } end
 local next_allowed = 0
 if state and cost > 0 then
   write(KEYS[1], state, reset)
-  -- Not for leases, the only states that are hashes: they end when their holders release them.
+  -- Not for states that are hashes: leases end when their holders release them, and denials of fair limits are not cached.
   if remaining < cost and retry == 0 and (type(state) == 'string' or state[#state][1] ~= 'HSET') then
     local _, wait = DECIDE(KEYS[1], now, cost, limit, ARGV[7], state)
     next_allowed = wait
