@@ -42,6 +42,7 @@ HOW_TO = {
         "lists",
         "abuse",
         "overload",
+        "fair-sharing",
         "metrics",
         "decision-log",
         "anomalies",

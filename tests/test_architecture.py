@@ -32,6 +32,7 @@ EXPORTS = [
     "Calendar",
     "Clock",
     "Decision",
+    "FairLimit",
     "HeadgateError",
     "InvalidConfiguration",
     "InvalidCost",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate import Limit
+from headgate import FairLimit, Limit
 from headgate.gate.active_policy import ActivePolicy
 from headgate.gate.identity import IdentityExtractor
 from headgate.gate.responses import ResponseBuilder
@@ -572,3 +572,42 @@ def test_limits_that_will_be_busy_are_announced_and_others_excluded() -> None:
 def test_policy_that_says_nothing_announces_nothing() -> None:
     snapshot = Snapshot(read("limits: [{by: ip, bucket: 10/minute}]"))
     assert (snapshot.announced_limits(0), snapshot.never_leased) == ((), ())
+
+
+# ------------------------------------------------------------------ fair shares
+
+
+@pytest.mark.parametrize(
+    ("between", "who", "expected"),
+    [
+        ("tenant", {"tenant": "acme"}, ("acme", 4)),
+        ("tenant", {"tenant": "umbrella"}, ("umbrella", 10)),
+        ("tenant", {"tenant": "other"}, ("other", 1)),
+        ("tenant", {"user": "ada", "api_key": "known"}, ("", 1)),
+        ("user", {"tenant": "acme", "user": "ada"}, ("ada", 4)),
+        ("api_key", {"api_key": "known"}, ("known", 2)),
+        ("api_key", {"api_key": "invented"}, ("", 1)),
+        ("client", {"tenant": "umbrella", "api_key": "known"}, ("tenant umbrella", 10)),
+        ("client", {"api_key": "invented"}, ("ip 203.0.113.9", 1)),
+        ("client", {}, ("ip 203.0.113.9", 1)),
+    ],
+)
+def test_a_fair_limit_is_shared_between_clients_by_weight(
+    between: str, who: dict[str, str], expected: tuple[str, int]
+) -> None:
+    policy = read(
+        f"""
+        clients:
+          - {{tenant: acme, tier: pro}}
+          - {{tenant: umbrella, weight: 10, tier: pro}}
+          - {{api_key: known, weight: 2}}
+        limits: [{{name: api, bucket: 10/second, share: {{between: {between}, weights: {{pro: 4}}}}}}]
+        """
+    )
+    snapshot = Snapshot(policy)
+    who = {"address": "203.0.113.9", "ip": "203.0.113.9", **who}
+    (key,) = snapshot.resolve(snapshot.route("GET", "/"), who, 0).keys
+    assert isinstance(key.limit, FairLimit)
+    assert ("".join(map(str, key.parts)), key.limit.weight) == expected
+    # All of them are charged to one counter.
+    assert key.identity == FairLimit(10, timedelta(seconds=1), name="api").by().identity

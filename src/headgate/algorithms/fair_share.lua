@@ -196,7 +196,8 @@ local function fair_share_text(s, limit)
   for index, name in ipairs(FAIR_NUMBERS) do
     numbers[index] = format(INT, s[name])
   end
-  return table.concat(numbers, ' ') .. ' ' .. limit.signature
+  numbers[#numbers + 1] = limit.signature
+  return table.concat(numbers, ' ')
 end
 
 -- Commands that store the state with the tenant's record. A tenant that is counted in an epoch for the first time joins the
@@ -205,7 +206,7 @@ local function fair_share_store(key, s, mine, limit)
   local commands, epoch = {}, format(INT, s.epoch)
   local record = format('%s %s %s %s', epoch, format(INT, mine.empty), format(INT, limit.member_weight), format(INT, mine.taken))
   if mine.is_new then
-    commands[1] = { 'HSET', key, 'q' .. format(INT, s.tail), epoch .. ' ' .. limit.member }
+    commands[1] = { 'HSET', key, 'q' .. format(INT, s.tail), format('%s %s', epoch, limit.member) }
     s.tail = s.tail + 1
     for _ = 1, 2 do
       local name = 'q' .. format(INT, s.head)
@@ -213,19 +214,19 @@ local function fair_share_store(key, s, mine, limit)
       if not seen or seen + 0 >= s.epoch - 1 then break end
       commands[#commands + 1] = { 'HDEL', key, name }
       if member ~= limit.member then
-        local its_epoch = match(call('HGET', key, 'm' .. member) or '', '^(%d+)')
-        if its_epoch == seen then commands[#commands + 1] = { 'HDEL', key, 'm' .. member } end
+        local its_epoch = match(call('HGET', key, format('m%s', member)) or '', '^(%d+)')
+        if its_epoch == seen then commands[#commands + 1] = { 'HDEL', key, format('m%s', member) } end
       end
       s.head = s.head + 1
     end
   end
-  commands[#commands + 1] = { 'HSET', key, 'g', fair_share_text(s, limit), 'm' .. limit.member, record }
+  commands[#commands + 1] = { 'HSET', key, 'g', fair_share_text(s, limit), format('m%s', limit.member), record }
   return commands
 end
 
 local function fair_share_read(key, now, limit)
   fair_share_limit(limit)
-  local stored = pcall('HMGET', key, 'g', 'm' .. limit.member)
+  local stored = pcall('HMGET', key, 'g', format('m%s', limit.member))
   if stored.err then return nil end
   if not stored[1] then return {}, now, nil, nil end
   local s, te = fair_share_load(stored[1], now, limit)

@@ -138,7 +138,7 @@ def refund(state: State, now_us: int, amount: int, limit: Any, at_us: int | None
 
 
 def adopt(state: Shares, now_us: int, old: LimitNumbers, new: LimitNumbers) -> Shares:
-    """What is used of the common bucket stays used; shares begin anew."""
+    """The state under other numbers: the tokens used of the common bucket stay used, and shares begin anew."""
     te_us = max(now_us, state.level_us, state.clock_us)
     used = old.full - _level(state, te_us, old)
     level = max(0, new.full - -(-used * new.ticks // old.ticks))
@@ -159,7 +159,7 @@ def _fresh(now_us: int, epoch: int, limit: LimitNumbers) -> Shares:
 
 
 def _dated(state: State, now_us: int, limit: LimitNumbers) -> tuple[State, int]:
-    """The state, moved to now if it is more than two epochs ahead, and the time that applies: the clock was set back."""
+    """The state, dated now if it is two epochs ahead, as the clock was set back; and the time that applies."""
     latest_us = now_us if state is None else max(state.level_us, state.clock_us)
     if state is None or latest_us <= now_us:
         return state, now_us

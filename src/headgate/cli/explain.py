@@ -16,10 +16,12 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate._limit_syntax import suggest
+from headgate.bounds import fair_share_wait
 from headgate.cli.check import check_file, print_problems
 from headgate.cli.options import JSON, POLICY_FILE, SECRET_FILE, option, read_secret
 from headgate.cli.terminal import GREEN, RED, YELLOW, Terminal, table, titled_table
 from headgate.errors import InvalidInput
+from headgate.limits import FairLimit
 from headgate.policy import scalars
 from headgate.policy.addresses import UNKNOWN, Addresses, Networks, canonical
 from headgate.policy.api_keys import ApiKeyHasher
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from headgate.bounds import Bound
+    from headgate.keys import Key
     from headgate.limits import Limit
 
 __all__ = ["OPTIONS", "HypotheticalRequest", "explain", "run"]
@@ -379,8 +382,23 @@ def _reasons(met: AppliedLimit, resolution: Resolution, request: HypotheticalReq
         regions = resolution.route.policy.regions
         is_plain = regions is not None and regions.identities == "plain"
         yield f"other regions know the client {'in plain text' if is_plain else 'by a keyed hash'}"
+    if isinstance(met.key.limit, FairLimit):
+        yield from _share(met.key)
     if rule.shadow:
         yield "shadow: never rejects"
+
+
+def _share(key: Key) -> Iterator[str]:
+    """The terms of a fair limit for one of its clients."""
+    limit = key.limit
+    assert isinstance(limit, FairLimit)
+    who = " ".join(map(str, key.parts)) or "all requests without an identity"
+    yield f"fair share of {who}, weight {limit.weight}"
+    wait_us = fair_share_wait(limit, limit.weight, 10 * limit.weight)
+    if wait_us is None:
+        yield "the burst is too small to guarantee shares to ten clients of this weight"
+    else:
+        yield f"next to nine busy clients of its weight, it waits at most {wait_us / 1_000_000:.3g} s within its share"
 
 
 def _where(rule: Rule, route_class: str | None, path: str) -> str:

@@ -142,7 +142,8 @@ class Builder:
 
     def _all_tiers(self, drafts: Iterable[RuleDraft]) -> tuple[str, ...]:
         """All tiers with numbers, and the default tier."""
-        tiers = dict.fromkeys([*self._entry.get("tiers", {}), *(tier for each in drafts for tier in each.numbers)])
+        named = [tier for each in drafts for tier in (*each.numbers, *each.weights)]
+        tiers = dict.fromkeys([*self._entry.get("tiers", {}), *named])
         tiers.pop(None, None)
         default = self._entry.get("tier")
         # A default tier needs no numbers of its own, but one that resembles another tier is probably misspelled.
@@ -173,8 +174,8 @@ class Builder:
             if tier is not None and tier not in self._tiers and self._is_whole("limits") and self._is_whole("tiers"):
                 remedy = nearest(tier, self._tiers, "add it to tiers:")
                 entry.report("tier", f"no limit has numbers for tier {tier!r}; {remedy}")
-            calendar = entry.get("timezone"), entry.get("starts")
-            made[identity] = (model.Client(identity, tier, entry.get("label"), *calendar), entry.path)
+            more = entry.get("timezone"), entry.get("starts"), entry.get("weight")
+            made[identity] = (model.Client(identity, tier, entry.get("label"), *more), entry.path)
         return tuple([client for client, _ in made.values()])
 
     def _overrides(self) -> tuple[model.Override, ...]:

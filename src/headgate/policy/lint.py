@@ -156,7 +156,7 @@ def check_limits(drafts: list[RuleDraft], warnings: PolicyProblems, *, has_paths
 
 
 def check_unused_tier(tier: str | None, drafts: list[RuleDraft], path: Path, warnings: PolicyProblems) -> None:
-    if tier is not None and not any(each is not None for draft in drafts for each in draft.numbers):
+    if tier is not None and not any(each is not None for draft in drafts for each in (*draft.numbers, *draft.weights)):
         warnings.add(
             path,
             f"tier {tier!r} changes nothing, as no limit has numbers for any tier; add some, like "

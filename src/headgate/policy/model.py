@@ -112,6 +112,16 @@ class RouteRule:
 
 
 @dataclass(frozen=True, slots=True)
+class FairShares:
+    """The division of a global limit between clients; see docs/fair-sharing.md."""
+
+    between: Literal["tenant", "user", "api_key", "ip", "client"] = "tenant"
+    """The kind of identity that has a share."""
+    weights: Mapping[str, int] = field(default_factory=dict)
+    """By tier; 1 for clients in none of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """A named limit, the requests that it applies to, and the identities that it counts by.
 
@@ -154,6 +164,8 @@ class Rule:
     net_of: str | None = None
     """In the safety net of a limit by API key, the name of that limit; see `policy.snapshot.UnknownKeyNet`."""
 
+    share: FairShares | None = None
+    """Of a global limit, how clients share it; None for first come, first served."""
     lists: tuple[str, ...] = ()
     """The reputation lists to whose addresses it applies; empty for all requests."""
     counts: Literal["requests", "messages", "bytes"] = "requests"
@@ -189,6 +201,8 @@ class Client:
     """The time zone of its calendar periods; None for that of the limit."""
     starts: int | str | None = None
     """The first day of its months (1 to 31) or of its years ("04-01"); None for that of the limit."""
+    weight: int | None = None
+    """Its weight in limits with fair shares; None for that of its tier."""
 
 
 @dataclass(frozen=True, slots=True)

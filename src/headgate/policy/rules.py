@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headgate._limit_syntax import suggest
 from headgate._pace import release
+from headgate.calendars import Calendar
 from headgate.errors import InvalidLimit
-from headgate.limits import DEFAULT_ALGORITHM, Limit
+from headgate.limits import DEFAULT_ALGORITHM, FairLimit, Limit
 from headgate.policy import scalars
 from headgate.policy.model import NET_SUFFIX, Rule
 from headgate.policy.quota_terms import QuotaTerms, no_rate, terms_of
@@ -17,7 +18,7 @@ from headgate.policy.routes import Matcher, Template
 from headgate.policy.schema import StructValue
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
     from headgate._limit_syntax import Phrase
     from headgate.policy.formats.document import Path
@@ -32,6 +33,16 @@ MOST_NAMES: Final = 12
 NEVER_LEASED: Final = (CONCURRENCY, "leaky_bucket")
 QUOTA_NUMBERS: Final = "rollover and pay_as_you_go are numbers of a quota; write quota: in place of bucket:"
 MAX_QUOTA_NAME: Final = 80
+NOT_OF_SHARES: Final = {
+    "tiers": "all clients share one limit; give tiers weights, like share: {weights: {pro: 4, free: 1}}",
+    "quota": "a quota is charged to an account of each client; write bucket:, or leave share out",
+    "split": "shares of one limit need one counter; leave split out",
+    "region": "fair shares are those of one region; leave region out",
+    "reserve": "shares are taken when a request arrives; leave reserve out, and give it a cost:",
+    "lease": "a fair limit is never prepaid; leave lease out",
+    "missing": "requests without that identity share one part of the limit; leave missing out",
+}
+"""Fields that a limit with shares cannot have, with the remedy."""
 NOT_OF_QUOTAS: Final = {
     "bucket": "a limit is counted in the store or charged to the ledger; keep one, or write two limits",
     "algorithm": "a quota has no algorithm, as the ledger counts it; leave it out",
@@ -68,13 +79,22 @@ class RuleDraft:
     """The terms that tiers and overrides change; None for a limit that is counted in the store."""
 
     @property
+    def weights(self) -> Mapping[str, int]:
+        """The weights of tiers, in a limit with fair shares."""
+        return self.entry.fields["share"].weights if "share" in self.entry.fields else {}
+
+    @property
+    def is_shared(self) -> bool:
+        return self.entry.get("share") is not None
+
+    @property
     def counts(self) -> str:
         """The unit that it counts: requests, messages or bytes."""
         return str(self.entry.get("count", "requests"))
 
     def rule(self) -> Rule:
         given = self.entry.fields
-        names = ("cost", "count_when", "shadow", "on_failure", "missing", "unit", "lease", "lists")
+        names = ("cost", "count_when", "shadow", "on_failure", "missing", "unit", "lease", "lists", "share")
         options: dict[str, Any] = {"unit": "concurrent-requests"} if self.is_concurrency else {}
         options |= {"cost": given["reserve"], "settled": True} if "reserve" in given else {}
         options |= {name: given[name] for name in (*names, "direction", "on_excess") if name in given}
@@ -159,7 +179,17 @@ class RuleTable:
         if made is None:
             quota, period, burst = phrase.quota, phrase.period_for(algorithm), phrase.burst
             shape: Any = {"burst": burst, "split": draft.split, "region": draft.region}
-            made = Limit(quota, period, name=draft.name, algorithm=algorithm or DEFAULT_ALGORITHM, **shape)
+            if draft.is_shared:
+                if algorithm not in (None, DEFAULT_ALGORITHM):
+                    raise InvalidLimit(f"a fair limit is a token bucket, not {algorithm}; leave the algorithm out")
+                if isinstance(period, Calendar):
+                    raise InvalidLimit(
+                        f"a fair limit is a token bucket, which cannot count a calendar {period.unit}; use a length of "
+                        "time, such as 30 days"
+                    )
+                made = FairLimit(quota, period, name=draft.name, burst=burst)
+            else:
+                made = Limit(quota, period, name=draft.name, algorithm=algorithm or DEFAULT_ALGORITHM, **shape)
             self._limits[asked] = made
         return made
 
@@ -179,7 +209,7 @@ class RuleTable:
         draft = RuleDraft(
             "",
             entry,
-            by=entry.get("by", ("client",)),
+            by=entry.get("by", () if "share" in entry.fields else ("client",)),
             templates=tuple([template for _, template in paths]),
             methods=self._methods(entry, paths),
             classes=entry.get("class", ()),
@@ -246,6 +276,14 @@ class RuleTable:
 
     def _check_entry(self, draft: RuleDraft, entry: StructValue) -> None:
         fields, report = entry.fields, entry.report
+        if draft.is_shared:
+            for name, problem in NOT_OF_SHARES.items():
+                if name in fields:
+                    report(name, problem)
+            if draft.by:
+                who = "+".join(draft.by)
+                report("by", f"clients share a global limit, and this one counts by {who}; write by: global")
+            draft.split, draft.region = 1, "regional"
         if "path" in fields and "class" in fields:
             report("class", "a limit is for paths or for classes; keep one, or write two limits")
         if draft.quota is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 from headgate._limit_syntax import WEEK, Phrase, suggest
 from headgate.abuse.model import COUNT_SIGNALS, SHARE_SIGNALS, ActionStep
 from headgate.algorithms import ALGORITHMS
+from headgate.algorithms.fair_share import MAX_WEIGHT
 from headgate.calendars import Calendar
 from headgate.errors import InvalidConfiguration, InvalidInput, InvalidLimit
 from headgate.limits import REGION_MODES
@@ -16,7 +17,7 @@ from headgate.overload.gradient import ConcurrencySettings
 from headgate.overload.load_shedder import PRIORITIES
 from headgate.policy import scalars
 from headgate.policy.formats.document import Unreadable
-from headgate.policy.model import OverloadSettings
+from headgate.policy.model import FairShares, OverloadSettings
 from headgate.policy.quota_terms import QuotaTerms, no_rate
 
 if TYPE_CHECKING:
@@ -496,6 +497,28 @@ _ELSEWHERE: Final = {
 }
 """Remedies for field names of other limiters."""
 
+_WEIGHT: Final = _whole(1, MAX_WEIGHT, example=3)
+_FAIR: Final = scalars.choice("fair")
+_SHARE_BETWEEN: Final = OneOf(
+    {
+        str: Scalar(lambda value: FairShares() if _FAIR(value) else None, {"enum": ["fair"]}),
+        dict: Struct(
+            "fair shares",
+            {
+                "between": Field(
+                    _choice("tenant", "user", "api_key", "ip", "client"),
+                    "The clients that share it; tenants by default.",
+                ),
+                "weights": Field(
+                    MapOf(NAME, _WEIGHT, "{pro: 4, free: 1}"), "The weights of tiers; that of others is 1."
+                ),
+            },
+            lambda settings, problems: FairShares(**settings.fields),
+        ),
+    },
+    "fair, or settings like {between: tenant, weights: {pro: 4, free: 1}}",
+)
+
 LIMIT: Final = Struct(
     "a limit",
     {
@@ -549,6 +572,7 @@ LIMIT: Final = Struct(
         "on_excess": Field(
             _choice("wait", "drop", "close"), "What happens to a message over the limit; it waits, if not given."
         ),
+        "share": Field(_SHARE_BETWEEN, "Of a limit by global: how clients share it; fair, for fair shares of tenants."),
         "lists": Field(
             ListOf(_LIST_NAME, "[firehol]", or_one=True),
             "Only for addresses in one of these lists; for all, if not given.",
@@ -940,6 +964,7 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
         "tier": Field(NAME, "The tier that the client is in."),
         "label": Field(LABEL, "A name for people."),
         "timezone": Field(TIME_ZONE, "The time zone of the client's calendar periods; that of the limit by default."),
+        "weight": Field(_WEIGHT, "The client's weight in limits with fair shares; that of its tier by default."),
         "starts": Field(CLIENT_STARTS, "The first day of the client's months (1 to 31) or years (04-01)."),
     }
     override = {

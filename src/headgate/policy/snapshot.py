@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 from headgate.calendars import Calendar
 from headgate.errors import InvalidLimit
 from headgate.keys import is_keyed_hash
-from headgate.limits import Limit
+from headgate.limits import FairLimit, Limit
 from headgate.policy.addresses import Networks
 from headgate.policy.model import (
     ADDRESSES,
@@ -276,6 +276,10 @@ class Snapshot:
         ]
         self.calendars = self._lookups((client.identity, client) for client in with_calendar)
         """Lookups for the clients whose record has a time zone or a first day."""
+        self.weights = self._lookups(
+            (client.identity, client) for client in policy.clients if client.weight is not None
+        )
+        """Lookups for the clients whose record has a weight."""
         self._calendar_limits: dict[tuple[Limit, str, int | str | None], Limit] = {}
         self._blocks = self._block_lookups(policy.blocked, hash_identity)
         self._overrides = _group((override.rule, override) for override in policy.overrides)
@@ -326,12 +330,12 @@ class Snapshot:
                 cost = _join_costs([rule.cost for rule in rules])
         return _new_tuple(Resolution, (route, tuple(keys), cost, rules, who, tier, now_us, block))
 
-    def tenant(self, who: Identities) -> str:
-        """The client to whose share of the service a request belongs: the first of `CLIENT_KINDS` that it has.
+    def tenant(self, who: Identities, kinds: Iterable[str] = CLIENT_KINDS) -> str:
+        """The client to whose share of the service a request belongs: kind and value of the first that it has.
 
         An API key counts only if the policy names it: a client can invent others, and with each a new share.
         """
-        for kind in CLIENT_KINDS:
+        for kind in kinds:
             value = who.get(kind)
             if value and (kind != "api_key" or self.unknown_key_factor is None or value in self.vouched_keys):
                 return f"{kind} {value}"
@@ -493,8 +497,22 @@ class CompiledRule:
     """A rule compiled for one route."""
 
     __slots__ = (
-        "_calendars", "_hash", "_lists", "_lookups", "_missing", "_route_identities", "_snapshot", "_view", "cost",
-        "has_overrides", "kinds", "limit", "rule", "simple_kind", "tiers",
+        "_calendars",
+        "_hash",
+        "_lists",
+        "_lookups",
+        "_missing",
+        "_route_identities",
+        "_snapshot",
+        "_view",
+        "_weights",
+        "cost",
+        "has_overrides",
+        "kinds",
+        "limit",
+        "rule",
+        "simple_kind",
+        "tiers",
     )  # fmt: skip
 
     def __init__(self, rule: Rule, snapshot: Snapshot, route: RoutePlan) -> None:
@@ -524,6 +542,13 @@ class CompiledRule:
         self.simple_kind = rule.by[0] if is_simple else ""
         self.limit = rule.limit
         self.tiers: Mapping[Any, Limit] = rule.tiers
+        self._weights: list[_Lookup] = []
+        if rule.share is not None:
+            between = CLIENT_KINDS if rule.share.between == "client" else (rule.share.between,)
+            # Only records of what has a share: all requests of a client must have the same weight.
+            self._weights = [each for each in snapshot.weights if _counted_kind(each) in between]
+            self.kinds.update(between)
+            self.kinds.update(kind for kind, _ in self._weights)
 
     def key(self, who: Identities, tier: str | None, now_us: int) -> Key | None:
         """The key of a request; None if the rule does not apply to it."""
@@ -532,6 +557,8 @@ class CompiledRule:
         limit, _ = self.find_limit(who, tier, now_us)
         if limit is None:
             return None
+        if isinstance(limit, FairLimit):
+            return self._share(limit, who, tier, now_us)
         parts: list[str] = []
         for kind in self.rule.by:
             if kind == "client":
@@ -545,6 +572,19 @@ class CompiledRule:
                 # this counter apart from all others.
                 return self._shared(limit.by("", "ip", who["ip"], *self._view))
         return self._shared(limit.by(*parts))
+
+    def _share(self, limit: FairLimit, who: Identities, tier: str | None, now_us: int) -> Key:
+        """The key of the client whose share is charged: all requests without one have a share together."""
+        shares = self.rule.share
+        assert shares is not None, "only a rule with shares has a fair limit"
+        name = self._snapshot.tenant(who, CLIENT_KINDS if shares.between == "client" else (shares.between,))
+        if not name:
+            return limit.by()
+        kind, _, value = name.partition(" ")
+        lookups = [each for each in self._weights if _counted_kind(each) == kind]
+        client = Snapshot.find(lookups, who, now_us) if lookups else None
+        weight = shares.weights.get(tier or "", 1) if client is None else client.weight
+        return limit.by(name if shares.between == "client" else value, weight=weight)
 
     def _shared(self, key: Key) -> Key:
         """The key in the form in which other regions may know it. Its parts stay, as they do not leave the process."""
