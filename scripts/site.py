@@ -41,6 +41,7 @@ HOW_TO = {
         "blocks",
         "lists",
         "abuse",
+        "actions",
         "overload",
         "fair-sharing",
         "metrics",

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ActivePolicy", "ClientCache", "ResolvedRequest"]
 
+SHARED_KINDS: Final = frozenset({"endpoint"})
+"""The kinds of `by` that name no client."""
+
 MAX_CLIENTS: Final = 4096
 MAX_MISSES: Final = 16 * MAX_CLIENTS
 """Cache misses tolerated while the cache is full before it is cleared; bounds the cost of a flood of new clients."""
@@ -115,6 +118,26 @@ class ActivePolicy:
         if is_cacheable and clients.has_room() and _is_short(sent, resolution):
             clients[key] = resolved
         return resolved
+
+    def tighten(self, resolved: ResolvedRequest, factor: int) -> ResolvedRequest:
+        """The same limits divided by a factor, for a client under an action.
+
+        Quotas, which are bought, and limits that all clients share stay as they are.
+        """
+        resolution = resolved.resolution
+        keys = [
+            key if rule.rule.is_quota or SHARED_KINDS.issuperset(rule.rule.by)
+            else key._replace(limit=self.snapshot.tightened(key.limit, factor))
+            for rule, key in zip(resolution.rules, resolution.keys, strict=True)
+        ]  # fmt: skip
+        # A list of its own: the header template of the route is for the limits as they are.
+        tightened = resolution._replace(keys=tuple(keys), rules=[*resolution.rules])
+        check = None if resolved.check is None else Check(tuple(keys[: len(resolved.check.keys)]), resolved.check.cost)
+        return resolved._replace(resolution=tightened, check=check, header_template=self.header_template(tightened))
+
+    @property
+    def responses(self) -> ResponseBuilder:
+        return self._responses
 
     def conclude(
         self, resolution: Resolution, decision: Decision | None, header_template: HeaderTemplate, received_us: int

@@ -12,9 +12,11 @@ from headgate.errors import InvalidCost, InvalidInput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headgate.abuse.challenge import Challenge
     from headgate.decisions import Decision
     from headgate.gate.metering import QuotaCharge
     from headgate.gate.responses import Header, HeaderTemplate, Rejection
+    from headgate.local.restrictions import Restriction
     from headgate.overload.load_shedder import Permit, Priority
     from headgate.policy.snapshot import AppliedLimit, Resolution
 
@@ -24,6 +26,9 @@ __all__ = [
 ]  # fmt: skip
 
 logger = logging.getLogger("headgate")
+
+CHALLENGE_REQUIRED: Final = (b"headgate-challenge", b"required")
+"""The header field of responses to clients that the app has to challenge."""
 
 NOT_SERVED: Final = 0
 """Status passed to `finish` for a request that another limit refused after its admission: it costs nothing."""
@@ -86,6 +91,10 @@ class Admission:
     """True if the adapter applies the limits on messages."""
     permit: Permit | None = None
     """The place of this request among those in progress, if the policy limits them."""
+    restrictions: Sequence[Restriction] = ()
+    """The actions of scenarios that have applied to it. Of a request that one of them has refused, only that one."""
+    challenge: Challenge | None = None
+    """A challenge that the app has to present to the client, which has not passed it yet."""
     is_settled: bool = False
     """True once the final cost is charged; `commit` has no effect any more."""
     _committed: dict[str, int] | None = None
@@ -97,9 +106,10 @@ class Admission:
     @property
     def headers(self) -> list[Header]:
         """The RateLimit header fields for the app's response."""
+        own = [] if self.challenge is None else [CHALLENGE_REQUIRED]
         if self._header_template is None or self.decision is None:
-            return []
-        return self._header_template.headers(self.decision.verdicts, self.decision.at_us)
+            return own
+        return [*self._header_template.headers(self.decision.verdicts, self.decision.at_us), *own]
 
     def suppress_headers(self) -> None:
         """Leave `headers` empty, because they are sent together with those of a view's limits."""

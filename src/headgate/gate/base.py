@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import secrets
+import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
@@ -14,12 +15,14 @@ from uuid import uuid4
 from weakref import WeakSet
 
 from headgate._pace import release
+from headgate.abuse.actions import ActionDispatcher
 from headgate.clock import SystemClock, in_ns
 from headgate.engine import SyncEngine
 from headgate.errors import InvalidConfiguration, ScriptError, StoreError
 from headgate.failure import FailurePolicy
 from headgate.gate.active_policy import ActivePolicy
 from headgate.gate.admission import UNLIMITED, Admission, Shadow
+from headgate.gate.client_actions import ActionCounts, ClientActions
 from headgate.gate.event_stream import EventStream, is_observer
 from headgate.gate.identity import IdentityExtractor
 from headgate.gate.messages import MessageMeter
@@ -44,18 +47,22 @@ from headgate.overload.steady_clock import steady_now_us
 from headgate.policy.api_keys import ApiKeyHasher, IdentityHashes
 from headgate.policy.file_watcher import PolicyWatcher
 from headgate.policy.model import Block, Identity, Policy, Validity
-from headgate.policy.snapshot import OTHER_API_KEYS, STRICTNESS, Snapshot, concurrency_settings
+from headgate.policy.snapshot import STRICTNESS, Snapshot, concurrency_settings
 from headgate.stores.operations import Check, Leave, Refund
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
     from os import PathLike
 
+    from headgate.abuse.actions import ClientAction
+    from headgate.abuse.challenge import Challenge
     from headgate.clock import Clock
     from headgate.decisions import Decision
     from headgate.errors import Overloaded
     from headgate.events import Event
+    from headgate.gate.active_policy import ResolvedRequest
     from headgate.gate.admission import RequestInfo
+    from headgate.gate.client_actions import ClientState
     from headgate.gate.event_stream import DecisionHook, Observer
     from headgate.gate.identity import AppIdentities, IdentityFunction
     from headgate.gate.messages import MessageCounts
@@ -66,6 +73,7 @@ if TYPE_CHECKING:
     from headgate.gate.view_limits import LimitDeclaration
     from headgate.health import Health
     from headgate.keys import Key
+    from headgate.local.restrictions import Restriction
     from headgate.local.tier import LocalTier
     from headgate.overload.guard import Guard
     from headgate.overload.load_shedder import OverloadStats, Permit
@@ -107,6 +115,11 @@ class PendingCheck:
     quotas: tuple[QuotaRequest, ...] = ()
     permit: Permit | None = None
     """The place of this request among those in progress, if the policy limits them."""
+    restrictions: Sequence[Restriction] = ()
+    """The actions of scenarios that apply to it."""
+    challenge: Challenge | None = None
+    held_us: int = 0
+    """The time for which it is held back before its limits are checked."""
 
 
 class PendingIdentities(NamedTuple):
@@ -143,6 +156,10 @@ class GateBase:
     _enter: Any
     """Enters the context manager of a limiter's `hold`: returns its decision, or an awaitable of it."""
     _exit: Any
+    _pause: Any
+    """Waits for some seconds: returns None, or an awaitable."""
+    _most_held: int
+    """Requests that are held back at the same time. Each holds a thread, or a connection."""
     _waiter_type: type[Any]
     """Lets a request wait for another thread: with `wait(seconds)`, and `wake()` for the thread."""
 
@@ -196,6 +213,8 @@ class GateBase:
         self._regions = GateRegions(options, self._hash_identity, has_secret=self._given_secret is not None)
         self.policy_watcher: Any = None
         """Follows the policy file or the config store; None for a fixed policy."""
+        self._held_places = threading.BoundedSemaphore(self._most_held)
+        self._action_listeners: tuple[Callable[[ClientAction], Any], ...] = ()
         self._shedders: dict[str, LoadShedder] = {}
         """The limits on requests in progress by their scope."""
         self._guards: tuple[Guard, ...] = ()
@@ -251,8 +270,8 @@ class GateBase:
         if route.is_exempt:
             return UNLIMITED
         kinds, live = route.kinds, self._live
-        if live.is_active and not live.kinds <= kinds:
-            kinds = kinds | live.kinds
+        if live.is_active and not (wanted := live.kinds | policy.snapshot.allowed_kinds) <= kinds:
+            kinds = kinds | wanted
         from_app, awaitables = policy.identities.from_app(request, kinds)
         if awaitables:
             return PendingIdentities(request, policy, route, kinds, from_app, awaitables)
@@ -268,11 +287,18 @@ class GateBase:
     ) -> Admission | PendingCheck:
         """Continue admission once all identities are known."""
         now_us = self._time_ns() // 1000
-        resolution, check, header_template, quotas = policy.resolve(route, request, kinds, from_app, now_us)
-        if self._live.is_active and resolution.block is None:
-            resolution = self._apply_live_block(resolution, now_us)
+        resolved = policy.resolve(route, request, kinds, from_app, now_us)
+        found: ClientState | None = None
+        if self._live.is_active and resolved.resolution.block is None:
+            resolved, found = self._apply_live_entries(policy, resolved, now_us)
+        resolution, check, header_template, quotas = resolved
         needs_steps = route.leases or route.shadows or quotas
         pending = PendingCheck(request, policy, resolution, check, header_template, now_us, needs_steps, quotas)
+        if found is not None and found.restrictions and resolution.block is None:
+            if (refused := self._restrict(pending, found)) is not None:
+                return refused
+            if pending.held_us:
+                return pending
         is_limited = route.concurrency is not None and resolution.block is None
         if is_limited and (refused := self._enter_concurrency(pending)) is not None:
             return refused
@@ -303,6 +329,8 @@ class GateBase:
             self._charge(admission)
         if pending.permit is not None:
             self._keep_permit(admission, pending.permit)
+        if pending.restrictions:
+            admission.restrictions, admission.challenge = pending.restrictions, pending.challenge
         if self._is_observed:
             self._emit(pending.request, admission)
         return admission
@@ -310,6 +338,8 @@ class GateBase:
     def complete_in_steps(self, pending: PendingCheck) -> Steps:
         """End admission of a request that takes several operations, or whose permit a failure must not keep."""
         try:
+            if pending.held_us and (refused := (yield from self._hold_back(pending))) is not None:
+                return refused
             return (yield from self._complete_in_steps(pending))
         except BaseException:  # also a cancelled request, whose steps are closed
             if pending.permit is not None:
@@ -398,6 +428,10 @@ class GateBase:
             raise pending.cancel()
         if isinstance(pending, Admission):
             return pending
+        if pending.held_us and pending.resolution.route.concurrency is not None:  # not held back, as it must not wait
+            refused = self._enter_concurrency(pending)
+            if refused is not None:
+                return refused
         check, charges = pending.check, cast("Any", ())
         decision = None if check is None else self._failure_policy(pending).decide(check, error)
         if pending.quotas and (decision is None or decision.allowed):
@@ -521,19 +555,56 @@ class GateBase:
         if self._events.observers:
             self._events.emit(request, admission, self._time_ns() // 1000)
 
-    def _apply_live_block(self, resolution: Resolution, now_us: int) -> Resolution:
-        """Add the block of a client that was blocked on the live block list."""
-        who = resolution.who
-        found = self._live.blocks.find(who, now_us, self._hash_identity)
-        if found is None and self._regions.hash_leaving is not self._hash_identity:  # a block of another region
-            found = self._live.blocks.find(who, now_us, self._regions.hash_leaving)
-        if found is None and OTHER_API_KEYS in who:
-            keys = who[OTHER_API_KEYS].split()
-            found = next(filter(None, [self._live.blocks.find({"api_key": key}, now_us) for key in keys]), None)
-        if found is None:
-            return resolution
-        until = None if found.until_us is None else datetime.fromtimestamp(found.until_us / 1_000_000, UTC)
-        return resolution._replace(block=Block(Identity(found.kind, found.value), Validity(until=until), found.reason))
+    def _apply_live_entries(
+        self, policy: ActivePolicy, resolved: ResolvedRequest, now_us: int
+    ) -> tuple[ResolvedRequest, ClientState]:
+        """Add the block of a client on the live block list, or tighten its limits; and all restrictions found."""
+        resolution = resolved.resolution
+        found = self._client_actions.find(resolution.who, policy.snapshot, now_us)
+        if (block := found.block) is not None:
+            until = None if block.until_us is None else datetime.fromtimestamp(block.until_us / 1_000_000, UTC)
+            live = Block(Identity(block.kind, block.value), Validity(until=until), block.reason)
+            return resolved._replace(resolution=resolution._replace(block=live)), found
+        return policy.tighten(resolved, found.factor) if found.factor > 1 else resolved, found
+
+    def _restrict(self, pending: PendingCheck, found: ClientState) -> Admission | None:
+        """Challenge a request, or plan how long it is held back; its refusal if it has to pass the challenge first.
+
+        Not for the limits of a view: the request was challenged and held back when it came to the app.
+        """
+        pending.restrictions = tuple([each for _, each in found.restrictions])
+        policy = pending.policy
+        if policy.snapshot.view is not None:
+            return None
+        if (asked := found.challenge) is not None:
+            who, now_us = pending.resolution.who, pending.received_us
+            outcome = self._client_actions.challenge(pending.request, who, asked, policy.responses, now_us)
+            pending.challenge = outcome.challenge
+            if outcome.refusal is not None:
+                return self._refuse_by_action(pending, outcome.refusal, asked[1])
+        pending.held_us = found.delay_us
+        if pending.held_us:
+            pending.needs_steps = True
+        return None
+
+    def _hold_back(self, pending: PendingCheck) -> Steps:
+        """Hold a request back, and let it enter afterwards; its refusal if too many are held, or it is shed."""
+        if not self._held_places.acquire(blocking=False):
+            slowest = max(pending.restrictions, key=lambda each: each.delay_us)
+            return self._refuse_by_action(pending, pending.policy.responses.slowed_down(pending.held_us), slowest)
+        try:
+            self._client_actions.held += 1
+            yield self._pause, pending.held_us / 1_000_000
+        finally:
+            self._held_places.release()
+        pending.received_us += pending.held_us  # the decision takes no longer than others
+        return self._enter_concurrency(pending) if pending.resolution.route.concurrency is not None else None
+
+    def _refuse_by_action(self, pending: PendingCheck, refusal: Rejection, restriction: Restriction) -> Admission:
+        admission = Admission(pending.resolution, None, refusal, None, pending.received_us, restrictions=(restriction,))
+        if self._is_observed:
+            self._emit(pending.request, admission)
+        return admission
 
     def _failure_policy(self, pending: PendingCheck) -> FailurePolicy:
         return self._failure_policies[pending.resolution.route.on_failure]
@@ -654,7 +725,7 @@ class GateBase:
         """Compile the limits declared on a view, with the settings of the policy in force."""
         rules, functions = view_rules(declarations, self.identity_kinds)
         active = self.active_policy.snapshot
-        names = ("identity", "answers", "on_failure", "regions", "name")
+        names = ("identity", "answers", "on_failure", "regions", "name", "abuse")
         shared: Any = {name: getattr(active.policy, name) for name in names}
         policy = Policy(rules=tuple(rules), **shared)
         self._regions.check(policy, self._limiter.engine)
@@ -677,6 +748,14 @@ class GateBase:
                 "those limits will count by IP address instead"
             )
         api_keys = ApiKeyHasher(self._secret(policy))
+        scenarios = () if policy.abuse is None else policy.abuse.scenarios
+        challenges = any(step.action == "challenge" for each in scenarios for step in each.steps)
+        if self._given_secret is None and self._memory is None and challenges:
+            logger.warning(
+                "the policy challenges clients, and their cookies are signed with a key of this process alone, so that "
+                "other nodes will challenge them again: give secret=, or set %s",
+                SECRET_VARIABLE,
+            )
         blocked = [each.identity for each in policy.blocked]
         if self._given_secret is None and any(kind != "api_key" and is_keyed_hash(value) for kind, value in blocked):
             logger.warning(
@@ -820,6 +899,17 @@ class GateBase:
         self._memory: MemoryStore | None = limiter.engine.memory
         self._local: LocalTier = limiter.engine.local
         self._live = self._local.live_clients
+        hashes = dict.fromkeys([self._hash_identity, self._regions.hash_leaving])  # a block may be of another region
+        secret = self.identity_secret
+        key = secret.encode() if isinstance(secret, str) else secret
+        self._client_actions = ClientActions(self._live, tuple(hashes), key)
+        self.actions = ActionDispatcher(
+            limiter.engine,
+            self.now_us,
+            is_allowed=lambda kind, value: self.active_policy.snapshot.allows_client(kind, value),
+            on_action=self._on_action,
+        )
+        """Applies the steps of scenarios to clients that were found."""
         fleet = limiter.engine.join_fleet()
         self._failure_policies = {mode: FailurePolicy(mode, clock or SystemClock(), fleet) for mode in STRICTNESS}
         return before
@@ -862,6 +952,20 @@ class GateBase:
     def now_us(self) -> int:
         """Current time by the gate's clock."""
         return self._time_ns() // 1000
+
+    def add_action_listener(self, listener: Callable[[ClientAction], Any]) -> None:
+        """Call a function with each action that this node takes on a client, outside of requests."""
+        self._action_listeners = (*self._action_listeners, listener)
+
+    def _on_action(self, action: ClientAction) -> None:
+        for listener in self._action_listeners:
+            listener(action)
+
+    @property
+    def action_counts(self) -> ActionCounts:
+        """The actions of this node, and the requests that they have applied to."""
+        own, actions = self._client_actions, self.actions
+        return ActionCounts(dict(actions.counts), actions.dropped, dict(own.challenges), own.held)
 
     def _stop(self) -> None:
         """Stop following the policy and deliver the last events, before the control plane and the store are closed."""

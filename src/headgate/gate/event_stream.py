@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from headgate.decisions import Decision
     from headgate.events import Event
     from headgate.gate.admission import Admission, RequestInfo, Shadow
+    from headgate.gate.client_actions import ActionCounts
     from headgate.gate.messages import MessageCounts
     from headgate.gate.metering import QuotaCharge
     from headgate.health import Health
     from headgate.keys import Key
+    from headgate.local.restrictions import Restriction
     from headgate.overload.load_shedder import OverloadStats
     from headgate.policy.lists.list_watcher import ListStatus
     from headgate.policy.model import Policy
@@ -75,14 +77,26 @@ class DecisionEvent(NamedTuple):
     """The values of the User-Agent header and the path, for the share of requests that an observer has asked for."""
     quotas: Sequence[QuotaCharge] = ()
     """The charges to the ledger."""
+    restrictions: Sequence[Restriction] = ()
+    """The actions of scenarios that have applied; of a request that one of them has refused, only that one."""
 
     @classmethod
     def of(cls, request: RequestInfo, admission: Admission, now_us: int) -> Self:
         """The event of a decision that was made at `now_us`, without a sample."""
         resolution, received_us = admission.resolution, admission.received_us
         assert resolution is not None, "requests to exempt routes have no event"
-        request_fields = received_us, now_us - received_us, request.method, outcome_of(admission)
-        return cls(*request_fields, resolution, admission.decision, admission.shadows, None, admission.quotas)
+        return cls(
+            received_us,
+            now_us - received_us,
+            request.method,
+            outcome_of(admission),
+            resolution,
+            admission.decision,
+            admission.shadows,
+            None,
+            admission.quotas,
+            admission.restrictions,
+        )
 
 
 class Observer(Protocol):
@@ -128,6 +142,8 @@ class DecisionSource(Protocol):
     def flush_events(self) -> None: ...
     def hot_counters(self) -> list[tuple[Key, int]]: ...
     def overload_stats(self) -> dict[str, OverloadStats]: ...
+    @property
+    def action_counts(self) -> ActionCounts: ...
     def health(self) -> Health: ...
     def now_us(self) -> int: ...
 
@@ -175,8 +191,8 @@ class EventStream:
         outcome = "allowed" if admission.refusal is None else outcome_of(admission)
         sample = (request.header("user-agent"), request.path) if share and random() < share else None
         duration_us, method, decision = now_us - received_us, request.method, admission.decision
-        fields = (received_us, duration_us, method, outcome, resolution, decision, shadows, sample, admission.quotas)
-        self.publish(_new_tuple(DecisionEvent, fields))
+        more = decision, shadows, sample, admission.quotas, admission.restrictions
+        self.publish(_new_tuple(DecisionEvent, (received_us, duration_us, method, outcome, resolution, *more)))
 
     def publish(self, event: DecisionEvent) -> None:
         """Append an event; dropped and counted if the buffer is full."""
@@ -274,13 +290,16 @@ def flush_all() -> None:
 def outcome_of(admission: Admission) -> Outcome:
     """The outcome of a request: "allowed", "denied" (429), "blocked" (403) or "unavailable" (503).
 
-    A request that was shed during overload is unavailable, and has no decision.
+    A request that was shed during overload is unavailable, and has no decision. One that was challenged, or could not
+    be held back, is blocked, as is that of a blocked client.
     """
     if admission.refusal is None:
         return "allowed"
     if admission.resolution is not None and admission.resolution.block is not None:
         return "blocked"
-    return "unavailable" if admission.refusal.status == 503 else "denied"
+    if admission.refusal.status == 503:
+        return "unavailable"
+    return "blocked" if admission.decision is None and admission.restrictions else "denied"
 
 
 def is_observer(candidate: Any) -> bool:

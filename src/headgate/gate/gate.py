@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from contextlib import suppress
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,7 @@ class Gate(GateBase):
     _waiter_type = ThreadWaiter
     _enter = methodcaller("__enter__")
     _exit = methodcaller("__exit__", None, None, None)
+    _most_held = 10
 
     def admit(self, request: RequestInfo, policy: ActivePolicy | None = None) -> Admission:
         """Admit or refuse a request, by the policy in force or by the compiled limits of a view."""
@@ -113,6 +115,9 @@ class Gate(GateBase):
         """End a block; True if there was one. Blocks of the policy file are not affected."""
         return self._limiter.unblock(kind, self._stored_value(kind, value))  # type: ignore[no-any-return]
 
+    def _pause(self, seconds: float) -> None:
+        getattr(self._clock, "sleep", time.sleep)(seconds)
+
     def close(self) -> None:
         """Stop following the policy, flush and disconnect the control plane, and close the store."""
         self._stop()
@@ -145,6 +150,7 @@ class AsyncGate(GateBase):
     _waiter_type = TaskWaiter
     _enter = methodcaller("__aenter__")
     _exit = methodcaller("__aexit__", None, None, None)
+    _most_held = 1000
 
     async def admit(self, request: RequestInfo, policy: ActivePolicy | None = None) -> Admission:
         """Admit or refuse a request, by the policy in force or by the compiled limits of a view."""
@@ -185,6 +191,12 @@ class AsyncGate(GateBase):
     async def unblock(self, kind: str, value: str) -> bool:
         """End a block; True if there was one. Blocks of the policy file are not affected."""
         return await self._limiter.unblock(kind, self._stored_value(kind, value))  # type: ignore[no-any-return]
+
+    async def _pause(self, seconds: float) -> None:
+        sleep = getattr(self._clock, "sleep", None)
+        if sleep is not None:  # of a fake clock
+            sleep(seconds)
+        await asyncio.sleep(seconds if sleep is None else 0)
 
     async def close(self) -> None:
         """Stop following the policy, flush and disconnect the control plane, and close the store."""

@@ -14,6 +14,7 @@ from datetime import timedelta
 from random import random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+from headgate.abuse.challenge import page_policy
 from headgate.algorithms import NEVER
 from headgate.errors import InvalidConfiguration
 from headgate.gate.headers import LARGEST, SECOND_US, Header, Pace, RateLimitHeaders, SeparateFields
@@ -45,6 +46,9 @@ FORBIDDEN: Final = "about:blank", "Forbidden"
 
 SEPARATE_FIELDS_DRAFT: Final = 6
 
+CHALLENGE_HEADER: Final = b"headgate-challenge"
+"""In the response to a request that has to pass a challenge."""
+
 
 class Rejection(NamedTuple):
     """A response that is sent instead of the app's. Send it to HEAD without the body."""
@@ -62,7 +66,8 @@ class RejectionInfo:
 
     status: int
     error: str
-    """Error code: "rate_limit_exceeded", "limiter_unavailable", "overloaded" or "blocked"."""
+    """Error code: "rate_limit_exceeded", "limiter_unavailable", "overloaded", "blocked", "challenge_required" or
+    "slowed_down"."""
     message: str
     """The reason and when to retry, for people."""
     retry_after_seconds: int | None
@@ -186,6 +191,30 @@ class ResponseBuilder:
         message = "Access is blocked." if retry is None else f"Access is blocked. {_advice(retry)}"
         return self._refuse(RejectionInfo(403, "blocked", message, retry))
 
+    def challenged(self, challenge: str) -> Rejection:
+        """403, for a client without a browser that has to pass a challenge, which a header describes."""
+        message = "Unusual requests came from this client: open this URL in a browser to continue."
+        facts = RejectionInfo(403, "challenge_required", message, None)
+        return self._refuse(facts, [(CHALLENGE_HEADER, challenge.encode("ascii"))])
+
+    def challenge_page(self, page: bytes) -> Rejection:
+        """403, with a page that solves a challenge in a browser."""
+        headers = [(CHALLENGE_HEADER, b"page"), (b"content-security-policy", page_policy())]
+        headers += [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"same-origin")]
+        message = "This request needs a challenge to be solved in a browser."
+        return Rejection(403, [*headers, *_describe(b"text/html; charset=utf-8", page)], page, message)
+
+    def redirect(self, url: str) -> Rejection:
+        """303, to the page of the app that presents a challenge."""
+        headers = [(CHALLENGE_HEADER, b"redirect"), (b"location", url.encode("ascii", "ignore"))]
+        return Rejection(303, [*headers, *_describe(b"text/plain", b"")], b"", "This request needs a challenge.")
+
+    def slowed_down(self, retry_us: int) -> Rejection:
+        """429, for a request that would have to be held back while too many others are."""
+        retry = self._seconds(retry_us)
+        message = f"Unusual requests came from this client, so it is slowed down. {_advice(retry)}"
+        return self._refuse(RejectionInfo(429, "slowed_down", message, retry))
+
     def _seconds(self, wait_us: int) -> int:
         """The wait in seconds, rounded up, at least 1, with jitter."""
         later_us = int(self._jitter_us * self._chance()) if self._jitter_us else 0
@@ -235,6 +264,8 @@ def _problem(facts: RejectionInfo, doc_url: str | None) -> bytes:
 
 
 def _type_and_title(facts: RejectionInfo) -> tuple[str, str]:
+    if facts.error in ("challenge_required", "slowed_down"):
+        return ABNORMAL_USAGE
     if facts.status == 403:
         return FORBIDDEN
     is_degraded = facts.decision is not None and facts.decision.degraded is not None

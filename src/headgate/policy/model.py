@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from headgate.policy.routes import Template
 
 __all__ = [
-    "ADDRESSES", "EPOCH", "LIST", "NET_SUFFIX", "URL_SCHEMES", "AnswerSettings", "Block", "Client", "Identity",
-    "IdentitySettings", "LeaseMode", "LedgerSettings", "ListSource", "OverloadSettings", "Override", "Policy",
-    "RegionSettings", "RouteMode", "RouteRule", "Rule", "StatusTest", "StoreSettings", "Validity", "net_name",
+    "ADDRESSES", "EPOCH", "LIST", "NET_SUFFIX", "URL_SCHEMES", "AllowedClient", "AnswerSettings", "Block", "Client",
+    "Identity", "IdentitySettings", "LeaseMode", "LedgerSettings", "ListSource", "OverloadSettings", "Override",
+    "Policy", "RegionSettings", "RouteMode", "RouteRule", "Rule", "StatusTest", "StoreSettings", "Validity",
+    "net_name",
 ]  # fmt: skip
 
 RouteMode: TypeAlias = Literal["open", "closed", "local"]
@@ -231,6 +232,12 @@ class Block:
     reason: str | None = None
 
 
+class AllowedClient(NamedTuple):
+    """A client against whom no action is taken."""
+
+    identity: Identity
+
+
 @dataclass(frozen=True, slots=True)
 class ListSource:
     """A reputation list: networks in a file or at a URL."""
@@ -379,8 +386,14 @@ class Policy:
 
     @property
     def vouched_api_keys(self) -> list[str]:
-        """The API keys, or their hashes, of clients and overrides. Computed on each access."""
-        return [*_api_keys(self.clients), *_api_keys(self.overrides)]
+        """The API keys, or their hashes, of clients, overrides and clients that are never acted on. Computed on each
+        access."""
+        return [*_api_keys(self.clients), *_api_keys(self.overrides), *_api_keys(self.allowed)]
+
+    @property
+    def allowed(self) -> tuple[AllowedClient, ...]:
+        """The clients against whom no action is taken."""
+        return () if self.abuse is None else tuple([AllowedClient(each) for each in self.abuse.allow])
 
     @property
     def region_limits(self) -> list[Limit]:
@@ -401,7 +414,7 @@ class Policy:
         return sorted((end - EPOCH) // timedelta(microseconds=1) for end in ends)
 
 
-def _api_keys(entries: Sequence[Client | Override | Block]) -> list[str]:
+def _api_keys(entries: Sequence[Client | Override | Block | AllowedClient]) -> list[str]:
     return [each.identity.value for each in entries if each.identity.kind == "api_key"]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from headgate.calendars import Calendar
@@ -19,6 +20,7 @@ from headgate.policy.addresses import Networks
 from headgate.policy.model import (
     ADDRESSES,
     LIST,
+    AllowedClient,
     Block,
     Identity,
     LeaseMode,
@@ -77,6 +79,9 @@ UNMATCHED: Final = "unmatched"
 STRICTNESS: Final = ("closed", "local", "open")
 ALWAYS: Final = Validity()
 ANYWHERE: Final = object()
+
+MOST_TIGHTENED: Final = 1024
+"""Limits for clients under an action that are cached: a few factors of each limit."""
 
 MOST_PATHS: Final = 4096
 LONGEST_PATH: Final = 200
@@ -281,7 +286,11 @@ class Snapshot:
         )
         """Lookups for the clients whose record has a weight."""
         self._calendar_limits: dict[tuple[Limit, str, int | str | None], Limit] = {}
-        self._blocks = self._block_lookups(policy.blocked, hash_identity)
+        self._blocks = self._identity_lookups(policy.blocked, hash_identity)
+        self._allowed = self._identity_lookups(policy.allowed, hash_identity)
+        self.allowed_kinds = frozenset(kind for kind, _ in self._allowed)
+        """The kinds of identity by which clients are allowed."""
+        self._tightened: dict[tuple[Limit, int], Limit] = {}
         self._overrides = _group((override.rule, override) for override in policy.overrides)
         self._lookups_of_rules = {
             name: self._lookups((override.identity, override) for override in overrides)
@@ -401,6 +410,32 @@ class Snapshot:
             net = self._net_limits[limit] = _multiply(limit, self.unknown_key_factor or 1, region)
         return net
 
+    def tightened(self, limit: Limit, factor: int) -> Limit:
+        """A limit divided by a factor, for clients under an action; created once for each."""
+        found = self._tightened.get((limit, factor))
+        if found is None:
+            if len(self._tightened) >= MOST_TIGHTENED:
+                self._tightened.clear()
+            found = self._tightened[limit, factor] = _divide(limit, factor)
+        return found
+
+    def is_tightened(self, limit: Limit) -> bool:
+        """True for the result of `tightened`."""
+        return any(limit is each for each in self._tightened.values())
+
+    def is_allowed(self, who: Identities, now_us: int) -> bool:
+        """True for a client against whom no action is taken."""
+        return bool(self._allowed) and self.find(self._allowed, who, now_us) is not None
+
+    def allows_client(self, kind: str, value: str) -> bool:
+        """True if no action is taken against this client; of a network, if that is so for all of its addresses."""
+        if kind == "ip" and "/" in value and not is_keyed_hash(value):
+            network = ip_network(value)
+            return any(
+                _contains(each.identity.value, network) for each in self.policy.allowed if each.identity.kind == kind
+            )
+        return self.is_allowed({kind: value, **({"address": value} if kind == "ip" else {})}, 0)
+
     def in_calendar(self, limit: Limit, timezone: str | None, starts: int | str | None) -> Limit:
         """A limit with the time zone and the first day of a client's record; created once for each."""
         calendar = limit.calendar
@@ -445,17 +480,19 @@ class Snapshot:
         found: str | None = self.find(self._tiers, who, now_us) if self._tiers else None
         return found or self.policy.default_tier
 
-    def _block_lookups(self, blocks: Iterable[Block], hash_identity: Callable[[str, str], str] | None) -> list[_Lookup]:
-        """The lookups for blocks. For blocks by hash, the identities of a request are hashed: those by address are
-        compared with the address and with the network that is counted."""
+    def _identity_lookups(
+        self, entries: Iterable[Block | AllowedClient], hash_identity: Callable[[str, str], str] | None
+    ) -> list[_Lookup]:
+        """The lookups for entries that may name clients by hash. For those, the identities of a request are hashed:
+        addresses are compared as the address and as the network that is counted."""
         plain: list[tuple[Identity, Any]] = []
         hashed: dict[str, dict[str, list[_Ranked]]] = {}
-        for rank, block in enumerate(blocks):
-            kind, value = block.identity
+        for rank, entry in enumerate(entries):
+            kind, value = entry.identity
             if kind in ("api_key", LIST) or not is_keyed_hash(value):
-                plain.append((block.identity, block))
+                plain.append((entry.identity, entry))
             else:
-                hashed.setdefault(kind, {}).setdefault(value, []).append((rank, block))
+                hashed.setdefault(kind, {}).setdefault(value, []).append((rank, entry))
         lookups = self._lookups(plain)
         if hash_identity is None:
             return lookups
@@ -592,6 +629,10 @@ class CompiledRule:
             return key
         return key._replace(identity=self._hash("counter", key.identity))
 
+    def is_tightened(self, limit: Limit) -> bool:
+        """True if the limit was divided for a client under an action."""
+        return self._snapshot.is_tightened(limit)
+
     def apply(self, key: Key, resolution: Resolution) -> AppliedLimit:
         """The key with the source of its numbers."""
         who = resolution.who
@@ -727,6 +768,29 @@ def _multiply(limit: Limit, factor: int, region: str) -> Limit:
             if factor == 1:
                 raise
             factor //= 2
+
+
+def _divide(limit: Limit, factor: int) -> Limit:
+    """A limit with a fraction of quota and burst, at least 1 of each: rounded down, to a round number if others would
+    not be exact."""
+    settings: dict[str, Any] = {"algorithm": limit.algorithm, "name": limit.name, "region": limit.region}
+    settings["split"] = limit.split
+    step = limit.split
+    shapes_burst = ALGORITHMS[limit.algorithm].SHAPES_BURST
+    while step <= min(limit.quota, limit.capacity):
+        quota, burst = [max(step, each // factor // step * step) for each in (limit.quota, limit.capacity)]
+        try:
+            return Limit(quota, limit.period, burst=burst if shapes_burst else None, **settings)
+        except InvalidLimit:  # beyond the range of exact numbers
+            step *= 10
+    return limit
+
+
+def _contains(written: str, network: IPv4Network | IPv6Network) -> bool:
+    wide = None if is_keyed_hash(written) else ip_network(written, strict=False)
+    if isinstance(wide, IPv4Network) and isinstance(network, IPv4Network):
+        return network.subnet_of(wide)
+    return isinstance(wide, IPv6Network) and isinstance(network, IPv6Network) and network.subnet_of(wide)
 
 
 def _sort_key(of: tuple[Identity, Any]) -> tuple[bool, bool, int]:

@@ -152,7 +152,7 @@ class _HistogramRecorder:
 
     def observe(self, events: Sequence[DecisionEvent]) -> None:
         attributes = {"gate": self._gate}
-        for _, duration_us, _, _, resolution, decision, _, _, _ in events:
+        for _, duration_us, _, _, resolution, decision, *_ in events:
             self._latency.record(max(0, duration_us) / 1_000_000, attributes)
             if decision is None or decision.degraded is not None:
                 continue

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from headgate.clock import SystemClock
 from headgate.decisions import Decision
 from headgate.gate.admission import Shadow
+from headgate.gate.client_actions import ActionCounts
 from headgate.gate.event_stream import DecisionEvent, EventStream
 from headgate.gate.options import SECRET_VARIABLE
 from headgate.policy.addresses import canonical
@@ -291,6 +292,11 @@ class DescriptorDecisions:
     def overload_stats(self) -> dict[str, OverloadStats]:
         """None: the requests are served elsewhere."""
         return {}
+
+    @property
+    def action_counts(self) -> ActionCounts:
+        """None: descriptors name what is limited, not who asks."""
+        return ActionCounts({}, 0, {}, 0)
 
     def health(self) -> Health:
         """The state of the store and of its servers."""

@@ -68,22 +68,41 @@ class EventEncoder:
         self._cached_since = time.monotonic()
 
     def encode(self, event: DecisionEvent, weight: float) -> bytes:
-        received_us, _, method, outcome, resolution, decision, shadows, _, quotas = event
+        received_us, _, method, outcome, resolution, decision, shadows, _, quotas, restrictions = event
         route, keys, cost, rules, who, tier, _, block = resolution
         header = self._headers.get((route, tier)) or self._encode_header(route, tier)
         fields: Any
+        actions = "; ".join([each.sentence for each in restrictions]) if restrictions else ""
         if decision is None:
-            note = None if block is None else block.reason or ""
-            allowed = None
+            note, refused, allowed = "" if block is None else block.reason or "", "", None
             if outcome == "unavailable":
-                note, allowed = f"{route.priority} traffic was shed", False
-            fields = received_us, method, header, note, weight, allowed, None, 0, who, (), (), (), ()
+                note, refused = f"{route.priority} traffic was shed", "overloaded"
+            elif block is not None:
+                refused = "blocked"
+            elif outcome == "blocked":
+                refused = "challenged" if restrictions[0].action == "challenge" else "slowed-down"
+            fields = (
+                received_us,
+                method,
+                header,
+                note or actions,
+                refused,
+                weight,
+                allowed,
+                None,
+                0,
+                who,
+                (),
+                (),
+                (),
+                (),
+            )
         else:
             limits = [self._encode_limit(rule, key[0]) for rule, key in zip(rules, keys, strict=True)]
             denying = _encode_denying(shadows) if shadows else ()
             charges = [(each.name, each.amount, each.paid_by, each.id) for each in quotas] if quotas else ()
             answer = decision.allowed, decision.degraded, cost, who, limits, decision.verdicts, denying, charges
-            fields = received_us, method, header, None, weight, *answer
+            fields = received_us, method, header, actions, "", weight, *answer
         try:
             return dumps(fields, FORMAT)
         except ValueError:  # most likely an identity of a subclass of str
@@ -113,7 +132,7 @@ class EventEncoder:
         cached = self._limits.get((id(compiled), id(limit)))
         if cached is None:
             self._expire()
-            encoded = dumps(_limit_fields(compiled.rule, limit), FORMAT)
+            encoded = dumps(_limit_fields(compiled.rule, limit, is_tightened=compiled.is_tightened(limit)), FORMAT)
             cached = self._limits[id(compiled), id(limit)] = (compiled, limit), encoded
         return cached[1]
 
@@ -143,10 +162,10 @@ def encode_loss(count: int, since_us: int, until_us: int) -> bytes:
     return dumps((since_us, until_us, count), FORMAT)
 
 
-def _limit_fields(rule: Rule, limit: Limit) -> tuple[Any, ...]:
+def _limit_fields(rule: Rule, limit: Limit, *, is_tightened: bool = False) -> tuple[Any, ...]:
     """The fields that all denials by a limit have in common."""
     is_of_tier = any(limit is each for each in rule.tiers.values())
-    origin = "" if limit is rule.limit else "tier" if is_of_tier else "override"
+    origin = "action" if is_tightened else "" if limit is rule.limit else "tier" if is_of_tier else "override"
     by = "+".join(rule.by) or "global"
     algorithm = limit.algorithm if limit.calendar is None else f"{limit.algorithm} {limit.calendar.code}"
     return rule.name, by, limit.quota, limit.period_us, limit.capacity, algorithm, origin
@@ -206,16 +225,15 @@ class EventDecoder:
             since_us, until_us, lost = fields
             id = _record_id(since_us, token, number)
             return lost_record(id, lost, since_us=since_us, until_us=until_us, node=self.node, region=self._region)
-        at_us, method, header, note, weight, allowed, degraded, cost, who, limits, verdicts, shadows, charges = fields
+        at_us, method, header, note, refused, weight, allowed, degraded, cost, who, limits, verdicts, *more = fields
+        shadows, charges = more
         policy, endpoint, route_class, tier, is_local, edition = self._cached(header)
         outcome: Outcome = "allowed"
         reason: Reason = "within-limits"
         decisive: tuple[Any, ...] = NO_LIMIT
         others: list[LimitDenial] = []
-        if allowed is False and not limits:
-            outcome, reason = "unavailable", "overloaded"
-        elif note is not None:
-            outcome = reason = "blocked"
+        if refused:
+            outcome, reason = "unavailable" if refused == "overloaded" else "blocked", refused
         elif allowed is None:
             reason = "no-limit"
         elif not allowed and degraded and not is_local:
@@ -235,7 +253,7 @@ class EventDecoder:
         kind, key, label, kinds, keys = self._clients.pseudonym((*who, *who.values()), self._labels.get(edition))
         method = method if method in METHODS or method in ENVOY_METHODS else "OTHER"
         at = _record_id(at_us, token, number), at_us, self.node, self._region, policy, method, endpoint
-        notes = reason == "over-shadow-limit", note or "", encode_charges(charges)
+        notes = reason == "over-shadow-limit", note, encode_charges(charges)
         about = kind, key, label, degraded or "", *notes, weight, kinds, keys
         values = *at, route_class, tier, outcome, reason, *decisive, *about, tuple(others)
         return _new_tuple(DecisionRecord, values)

@@ -37,6 +37,8 @@ Reason: TypeAlias = Literal[
     "over-capacity",
     "over-shadow-limit",
     "blocked",
+    "challenged",
+    "slowed-down",
     "store-away",
     "overloaded",
     "lost",
@@ -74,7 +76,8 @@ class LimitDenial(NamedTuple):
     algorithm: str
     """With a calendar period followed by that, like "fixed_window month.15 Europe/Berlin"."""
     origin: str
-    """The source of the numbers: "override", "tier", or empty for the limit's default."""
+    """The source of the numbers: "override", "tier", "action" if a scenario has tightened them, or empty for the
+    limit's default."""
     cost: int
     remaining: int
     retry_us: int | None
@@ -139,7 +142,8 @@ class DecisionRecord(NamedTuple):
     shadow: bool
     """True if the request passed, but a limit in shadow mode would have denied it; the fields are that limit's."""
     note: str
-    """The reason of a block, or the priority of a request that was shed."""
+    """The reason of a block, the explanations of the actions that have applied, or the priority of a request that was
+    shed."""
     quotas: str
     """The charges to the ledger as JSON, see `charges`; empty if there are none."""
     weight: float
@@ -178,7 +182,7 @@ class DecisionRecord(NamedTuple):
         if self.outcome == LOST:
             return f"{self.weight:.0f} decisions could not be recorded"
         if self.outcome == "blocked":
-            return f"{what}: blocked" + (f": {self.note}" if self.note else "")
+            return f"{what}: {self.reason}" + (f": {self.note}" if self.note else "")
         if self.reason == "overloaded":
             return f"{what}: overloaded, {self.note}"
         details = [_describe(denial) for denial in self.denials]
@@ -186,6 +190,8 @@ class DecisionRecord(NamedTuple):
             what = f"{what}, would be denied"
         if self.outcome == "allowed" and self.limit and not details:
             details = [f"{self.remaining} left of {self.limit}", *map(_describe_charge, self.charges)]
+        if self.note:
+            details.append(self.note)
         text = f"{what}: {'; '.join(details)}" if details else what
         return f"{text} [{self.degraded}]" if self.degraded else text
 

@@ -157,7 +157,7 @@ class SecondRollups:
             self.near = {at: mark for at, mark in self.near.items() if mark.at_us >= before_us}
 
     def _count(self, event: DecisionEvent) -> None:
-        received_us, duration_us, _, outcome, (_, keys, _, _, who, _, _, _), decision, _, sample, _ = event
+        received_us, duration_us, _, outcome, (_, keys, _, _, who, _, _, _), decision, _, sample, *_ = event
         now_us = received_us + duration_us
         second = self._second_of(now_us)
         is_common = 0 <= duration_us < len(BUCKET_TABLE)

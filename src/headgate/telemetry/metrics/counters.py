@@ -85,7 +85,7 @@ class Metrics:
     >>> metrics.watch(gate)
     True
     >>> sorted({sample.family.name for sample in metrics.read()})[:2]
-    ['rate_limiter_check_latency_seconds', 'rate_limiter_config_info']
+    ['rate_limiter_challenges', 'rate_limiter_check_latency_seconds']
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class Metrics:
         self._latency_us += sum([duration_us for duration_us in durations_us if duration_us > 0])
         groups: defaultdict[Any, list[DecisionEvent]] = defaultdict(list)
         for event in events:
-            _, _, _, outcome, (route, _, _, rules, _, tier, _, _), decision, shadows, _, _ = event
+            _, _, _, outcome, (route, _, _, rules, _, tier, _, _), decision, shadows, *_ = event
             if outcome == "allowed" and decision is not None and decision[4] is None and rules is route.rules:
                 groups[route, tier].append(event)
             else:
@@ -213,7 +213,7 @@ class Metrics:
         tallies, self._tallies = self._tallies, {}
         totals = self._totals
         for tally in tallies.values():
-            (_, _, _, outcome, (route, _, _, rules, _, tier, _, _), decision, _, _, _), count = tally.event, tally.count
+            (_, _, _, outcome, (route, _, _, rules, _, tier, _, _), decision, *_), count = tally.event, tally.count
             tier, place = tier or NONE, (route.route_class or NONE, route.endpoint)
             totals["decisions"].add((outcome, *place, tier), count)
             if outcome == "allowed":
@@ -264,7 +264,7 @@ class GateState:
     def read(self) -> Iterator[tuple[str, Labels, float]]:
         """Names, label values and values of all metrics."""
         gate = self.gate()
-        parts = (self._health, self._policy, self._lists, self._messages, self._overload, self._stats)
+        parts = (self._health, self._policy, self._lists, self._messages, self._overload, self._actions, self._stats)
         read = [] if gate is None else [sample for part in parts for sample in part(gate)]
         return _keep_counters(read, self._counters)
 
@@ -343,6 +343,15 @@ class GateState:
             yield "overload_latency_seconds", (scope, "base"), stats.base_latency
             for priority, count in stats.shed.items():
                 yield "overload_shed", (scope, priority), count
+
+    def _actions(self, gate: DecisionSource) -> Iterator[tuple[str, Labels, float]]:
+        taken, dropped, challenges, held = gate.action_counts
+        for (scenario, action, is_shadow), count in taken.items():
+            yield "actions", (scenario, action, "shadow" if is_shadow else "enforced"), count
+        for outcome, count in challenges.items():
+            yield "challenges", (outcome,), count
+        yield "held_requests", (), held
+        yield "findings_dropped", (), dropped
 
     def _on_store_event(self, event: Event) -> None:
         self._events.add((event.kind,))
@@ -431,4 +440,5 @@ def _group_key(event: DecisionEvent) -> tuple[Any, ...]:
         None if resolution.rules is resolution.route.rules else tuple([id(rule) for rule in resolution.rules]),
         None if decision is None else tuple([verdict[1] == 0 for verdict in decision.verdicts]),
         decision is not None and decision.degraded is not None,
+        max([each.factor for each in event.restrictions], default=1),
     )

@@ -27,6 +27,8 @@ __all__ = ["DETAILS_TITLE", "details", "mail", "plain"]
 
 SECOND_US: Final = 1_000_000
 
+SOURCES: Final = {"override": ", from an override", "tier": ", from the tier", "action": ", tightened by an action"}
+
 DETAILS_TITLE: Final = "For colleagues, not part of the mail"
 
 _LABEL: Final = re.compile(r"(?P<kind>api_key|ip|subnet|tenant|user) (?P<value>\S+)")
@@ -53,6 +55,10 @@ _COUNTED: Final = {
 
 MISSING_RECORDS: Final = "Some records of that time are missing, so there may have been more rejected requests."
 BLOCKED: Final = "403, because access was blocked at that time. If you think this is a mistake, please let us know."
+CHALLENGED: Final = (
+    "403 or 429, because unusual requests came from the same client or network, and a check in the browser was needed. "
+    "If you think this is a mistake, please let us know."
+)
 UNAVAILABLE: Final = "503, because of a temporary problem on our side. You did nothing wrong, and we are sorry."
 _RETRY: Final = "After a response with status 429, wait as long as its Retry-After header says before you try again."
 _MORE: Final = "If you need a higher limit, please let us know."
@@ -81,6 +87,7 @@ def details(answer: RejectionReport, *, zone: tzinfo | None) -> list[str]:
     return [
         *([f"Client: {client}{asked}."] if client else []),
         *([f"Reason of the block: {_listed(answer.block_notes)}."] if answer.block_notes else []),
+        *([f"Actions: {' '.join(answer.action_notes)}"] if answer.action_notes else []),
         *([_shed(answer)] if answer.overloaded else []),
         *(_limit_details(each, zone) for each in answer.limits),
         *_reliability(answer),
@@ -101,8 +108,8 @@ def plain(answer: RejectionReport) -> dict[str, Any]:
 
 
 _PLAIN: Final = (
-    "labels", "rejected", "denied", "blocked", "block_notes", "unavailable", "overloaded", "overload_notes", "passed",
-    "degraded", "degraded_by", "nodes", "lost", "is_cut",
+    "labels", "rejected", "denied", "blocked", "block_notes", "challenged", "action_notes", "unavailable",
+    "overloaded", "overload_notes", "passed", "degraded", "degraded_by", "nodes", "lost", "is_cut",
 )  # fmt: skip
 """The fields of a report that need no conversion."""
 
@@ -159,7 +166,9 @@ def _nearest(answer: RejectionReport, zone: tzinfo | None) -> Iterator[str]:
 
 def _rejections(answer: RejectionReport) -> Iterator[str]:
     """The paragraphs on rejections that are not by a limit."""
-    for count, reason in ((answer.blocked, BLOCKED), (answer.unavailable, UNAVAILABLE)):
+    blocked = answer.blocked - answer.challenged
+    counts = (blocked, BLOCKED), (answer.challenged, CHALLENGED), (answer.unavailable, UNAVAILABLE)
+    for count, reason in counts:
         if count:
             yield f"{_share(count, answer.rejected)} {_were(count)} rejected with status {reason}"
 
@@ -277,7 +286,9 @@ def _share(count: int, of: int) -> str:
 
 def _limit_details(found: LimitDenials, zone: tzinfo | None) -> str:
     denial = found.denial
-    source = {"override": ", from an override", "tier": ", from the tier"}.get(denial.origin, "")
+    source = {"override": ", from an override", "tier": ", from the tier", "action": ", tightened by an action"}.get(
+        denial.origin, ""
+    )
     mode = ", shadow mode: not enforced" if found.shadow else ""
     denied = f"{'would have denied' if found.shadow else 'denied'} {_number(found.count, 'request')}"
     first, last = _moment(found.first_us), _moment(found.last_us)
@@ -292,6 +303,8 @@ def _limit_details(found: LimitDenials, zone: tzinfo | None) -> str:
     if found.count > 1:
         sentences.append(f"Peak demand over the limit: {found.peak:,} {_within(denial)}.")
     limit, line, note = found.remedy
+    if denial.origin == "action":
+        return " ".join(sentences)  # with other numbers, the action would divide those
     if not found.shadow and line is not None:
         note = f" ({note})" if note else ""
         entry = f"With this entry under overrides: in the policy, all of them would have passed{note}:\n  - {line}"

@@ -28,6 +28,9 @@ __all__ = ["ClientQuery", "LimitDenials", "RejectionReport", "peak_width_us", "w
 MOST: Final = 200_000
 """Records that are read at most for one report."""
 LONGEST_LOSS_US: Final = 86_400_000_000
+CHALLENGED: Final = ("challenged", "slowed-down")
+OTHER_NOTES: Final = ("blocked", "overloaded")
+"""Reasons of records whose note does not explain actions."""
 GUESSED: Final = ("tenant", "user", "api_key")
 """Kinds that a single word may name."""
 
@@ -107,6 +110,10 @@ class RejectionReport:
     denied: int
     blocked: int
     block_notes: tuple[str, ...]
+    challenged: int
+    """Those of the blocked requests that had to pass a challenge, or could not be held back."""
+    action_notes: tuple[str, ...]
+    """Explanations of the actions other than blocks that have applied to requests, also to those that passed."""
     unavailable: int
     """Rejections with status 503: on routes that fail closed while the store was unavailable, or shed."""
     overloaded: int
@@ -138,6 +145,7 @@ def why(
     rejections = [record for record in records if record.is_rejection]
     losses = reader.find((LOST,), since_us=since_us - LONGEST_LOSS_US, until_us=until_us, most=most)
     before_us, after_us = (None, None) if rejections else reader.nearest(asked.keys, at_us=since_us)
+    explained = [record for record in records if record.note and record.reason not in OTHER_NOTES]
     counts = Counter(record.outcome for record in rejections)
     splits = {} if policy is None else {rule.name: rule.split for rule in policy.rules}
     return RejectionReport(
@@ -147,7 +155,9 @@ def why(
         rejected=len(rejections),
         denied=counts["denied"],
         blocked=counts["blocked"],
-        block_notes=tuple(dict.fromkeys(each.note for each in rejections if each.outcome == "blocked" and each.note)),
+        block_notes=tuple(dict.fromkeys(each.note for each in rejections if each.reason == "blocked" and each.note)),
+        challenged=sum(each.reason in CHALLENGED for each in rejections),
+        action_notes=tuple(dict.fromkeys(each.note for each in explained)),
         unavailable=counts["unavailable"],
         overloaded=sum(each.reason == "overloaded" for each in rejections),
         overload_notes=tuple(dict.fromkeys(each.note for each in rejections if each.reason == "overloaded")),
