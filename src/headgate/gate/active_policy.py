@@ -126,7 +126,7 @@ class ActivePolicy:
         """
         resolution = resolved.resolution
         keys = [
-            key if rule.rule.is_quota or SHARED_KINDS.issuperset(rule.rule.by)
+            key if rule.rule.is_quota or rule.rule.share is not None or SHARED_KINDS.issuperset(rule.rule.by)
             else key._replace(limit=self.snapshot.tightened(key.limit, factor))
             for rule, key in zip(resolution.rules, resolution.keys, strict=True)
         ]  # fmt: skip

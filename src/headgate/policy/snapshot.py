@@ -773,14 +773,11 @@ def _multiply(limit: Limit, factor: int, region: str) -> Limit:
 def _divide(limit: Limit, factor: int) -> Limit:
     """A limit with a fraction of quota and burst, at least 1 of each: rounded down, to a round number if others would
     not be exact."""
-    settings: dict[str, Any] = {"algorithm": limit.algorithm, "name": limit.name, "region": limit.region}
-    settings["split"] = limit.split
     step = limit.split
-    shapes_burst = ALGORITHMS[limit.algorithm].SHAPES_BURST
     while step <= min(limit.quota, limit.capacity):
         quota, burst = [max(step, each // factor // step * step) for each in (limit.quota, limit.capacity)]
         try:
-            return Limit(quota, limit.period, burst=burst if shapes_burst else None, **settings)
+            return replace(limit, quota=quota, burst=burst if limit.implementation.SHAPES_BURST else None)
         except InvalidLimit:  # beyond the range of exact numbers
             step *= 10
     return limit
