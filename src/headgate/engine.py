@@ -138,7 +138,13 @@ class Engine:
         self.maintenance: MaintenanceThread | None = None
         if self.memory is None:
             reports = on_failure != "raise" or on_event is not None
-            self.maintenance = MaintenanceThread(self.local, self.store, sends_heartbeats=reports, runtime=runtime)
+            self.maintenance = MaintenanceThread(
+                self.local,
+                self.store,
+                sends_heartbeats=reports,
+                follows_rollouts=clock is None and runtime is SYSTEM,
+                runtime=runtime,
+            )
         self.preconnects = self.maintenance is not None and on_failure != "raise"
         """True if the first request should find a connection, as its budget is too short to open one."""
         self.worker: RegionWorker | None = None

@@ -16,6 +16,8 @@ import pytest
 
 from headgate import Limit, Limiter
 from headgate.cli import main
+from headgate.errors import StoreUnavailable
+from headgate.local import maintenance
 from headgate.stores.redis.rollout import RolloutClient, RolloutView
 from headgate.stores.redis.scripts import ScriptSet, StoredFormat
 from support import script_node
@@ -161,6 +163,54 @@ def test_equal_script_is_promoted_and_rolled_back(
     assert [(each["wrong"], each["failed"]) for each in fleet.stop()] == [(0, 0)] * 3
 
 
+def test_limiter_without_a_gate_takes_part(
+    redis7: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADGATE_NODE", "job-1")
+    namespace, limit = secrets.token_hex(4), Limit(10**6, timedelta(days=1), burst=1000, name="per-client")
+    with ExitStack() as stack:
+        one, two = [stack.enter_context(Limiter(redis7.url, namespace=namespace)) for _ in range(2)]
+        client = RolloutClient(stack.enter_context(closing(one.engine.store.background_client())))
+
+        def use(limiter: Limiter, reached: Any) -> bool:
+            assert limiter.check(limit.by("ada"), cost=0).allowed
+            return bool(reached())
+
+        def roles() -> dict[str, str]:
+            return {each.node.removeprefix("job-1:"): each.status["role"] for each in client.read().nodes}
+
+        pid = str(os.getpid())
+        one.check(limit.by("ada"))
+        assert roles() == {}, "a limiter that is used for a moment needs no thread"
+        wait_until(lambda: use(one, roles), "the limiter to report")
+        (first,) = roles()
+        assert first.startswith(pid)
+        wait_until(lambda: use(two, lambda: len(roles()) == 2), "the other one to report")
+        words = ["--store", redis7.url, "--namespace", namespace]
+        assert main(["scripts", "canary", write_candidate(tmp_path, WRONG), "--nodes", "job-1", *words]) == 0
+        wait_until(lambda: use(one, lambda: roles()[first] == "canary"), "the canary")
+
+        def is_rolled_back() -> bool:
+            rollout = client.read().rollout
+            return rollout is not None and rollout.state == "rolled back"
+
+        wait_until(lambda: one.check(limit.by("bob")).allowed and is_rolled_back(), "the rollback", timeout=20)
+
+
+def test_unused_limiter_stops_to_follow_rollouts(redis7: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maintenance, "FIRST_ROLLOUT_POLL_S", 0.0)
+    monkeypatch.setattr(maintenance, "ROLLOUT_POLL_S", 0.02)
+    with Limiter(redis7.url, namespace=secrets.token_hex(4)) as limiter:
+        thread = limiter.engine.maintenance
+        assert thread is not None
+        limiter.check(LIMIT.by("ada"))
+        assert thread._thread is not None
+        wait_until(lambda: thread._thread is None, "the end of its thread")
+        for _ in range(64):
+            limiter.check(LIMIT.by("ada"))
+        assert thread._thread is not None
+
+
 def test_invalid_candidate_is_refused(redis7: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "gcra.lua").write_text("this is not Lua")
     words = ["--store", redis7.url, "--namespace", secrets.token_hex(4)]
@@ -178,7 +228,7 @@ def test_store_of_a_newer_version_is_refused_until_the_downgrade_is_accepted(
 ) -> None:
     namespace = secrets.token_hex(4)
     with ExitStack() as stack:
-        limiter = stack.enter_context(Limiter(remote_url, namespace=namespace, on_failure="closed"))
+        limiter = stack.enter_context(Limiter(remote_url, namespace=namespace, on_failure="closed", budget=1))
         newer = RolloutClient(stack.enter_context(closing(limiter.engine.store.background_client())))
         newer.poll(-1, "new-1", "{}", {"gcra": StoredFormat(9, (9,))})
         limiter.engine.join_fleet()
@@ -188,3 +238,26 @@ def test_store_of_a_newer_version_is_refused_until_the_downgrade_is_accepted(
         assert "forgot the formats gcra.9" in capsys.readouterr().out
         wait_until(lambda: all(shard.ready for shard in limiter.health().shards), "the store to be used")
         assert limiter.check(LIMIT.by("ada")).allowed
+
+
+def test_limiter_without_a_gate_refuses_a_store_of_a_newer_version(
+    redis7: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = secrets.token_hex(4)
+    with (
+        Limiter(redis7.url, namespace=namespace) as limiter,
+        closing(limiter.engine.store.background_client()) as client,
+    ):
+        RolloutClient(client).poll(-1, "new-1", "{}", {"gcra": StoredFormat(9, (9,))})
+
+        def refusal() -> str:
+            try:
+                limiter.check(LIMIT.by("ada"))
+            except StoreUnavailable as error:
+                return str(error)
+            return ""
+
+        wait_until(lambda: "format 9, written by a newer headgate" in refusal(), "the refusal")
+        assert main(["scripts", "downgrade", "--store", redis7.url, "--namespace", namespace]) == 0
+        assert "forgot the formats gcra.9" in capsys.readouterr().out
+        wait_until(lambda: not refusal(), "the store to be used")

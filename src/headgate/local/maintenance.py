@@ -47,6 +47,10 @@ SETTLING_HEARTBEATS: Final = 3
 smaller than before: not all members have sent theirs yet."""
 ROLLOUT_POLL_S: Final = 1.0
 """Interval between two reads of the rollout of scripts."""
+FIRST_ROLLOUT_POLL_S: Final = 1.0
+"""A limiter without heartbeats follows rollouts after it was used for so long: others need no thread."""
+IDLE_ROLLOUT_POLLS: Final = 5
+"""It stops after so many polls without a check in between, until it is used again."""
 EPOCH_HEARTBEATS: Final = 5
 """Every so many heartbeats, the epochs of all servers are compared with the last known ones."""
 REFUND_INTERVAL_S: Final = 0.05
@@ -83,9 +87,17 @@ class MaintenanceThread:
     """Maintains the store and the local tier of one limiter."""
 
     def __init__(
-        self, local: LocalTier, store: MaintainedStore, *, sends_heartbeats: bool, runtime: Runtime = SYSTEM
+        self,
+        local: LocalTier,
+        store: MaintainedStore,
+        *,
+        sends_heartbeats: bool,
+        follows_rollouts: bool = False,
+        runtime: Runtime = SYSTEM,
     ) -> None:
         self.sends_heartbeats = sends_heartbeats
+        self.follows_rollouts = follows_rollouts
+        """True to follow rollouts of scripts also without heartbeats, while the limiter is used."""
         self.needs_block_list = False
         """True to subscribe at once and follow the block list; otherwise as soon as denials are cached."""
         self._local, self._store, self._runtime = local, store, runtime
@@ -121,6 +133,10 @@ class MaintenanceThread:
         self._next_refund = self._next_settlement = 0.0
         self._epochs: dict[str, str] = {}
         self._next_poll = 0.0
+        self._follow_from: float | None = None
+        """When to begin to follow rollouts; None before the first check."""
+        self._is_following = False
+        self._idle_polls, self._checks_polled = 0, -1
         self.rollout_follower = self._store.rollout_follower(self._client)
         self.rollout_follower.wake = self._wakeup.set
         self._settled = [0, 0, 0, 0]
@@ -134,14 +150,18 @@ class MaintenanceThread:
         """Start the threads that are needed; cheap enough to be called by requests now and then."""
         if self.is_closed:
             return
-        thread = self._thread
-        if (thread is None or thread.has_failed) and (self.sends_heartbeats or self._work_to_do()):
+        thread, has_begun = self._thread, self._begin_following()
+        if (thread is None or thread.has_failed) and (
+            self.sends_heartbeats or self._is_following or self._work_to_do()
+        ):
             with self._lock:
                 if self._thread is thread:
                     self._thread = self._runtime.start_worker(
                         "headgate-maintenance", _steps(weakref.ref(self)), self._wakeup
                     )
-        elif self._work_to_do() & ~self._planned:  # otherwise it wakes up by itself, not for each request of an outage
+        elif (
+            has_begun or self._work_to_do() & ~self._planned
+        ):  # otherwise it wakes up by itself, not for each request of an outage
             self._wakeup.set()
         if not self._subscribers and (self.needs_block_list or self._local.denial_cache):
             self._subscribe()
@@ -207,7 +227,7 @@ class MaintenanceThread:
                 self._probe(node)
         if self.sends_heartbeats and self._next_heartbeat <= now:
             self._send_heartbeat()
-        if self.sends_heartbeats and (self._next_poll <= now or self.rollout_follower.needs_poll):
+        if self._needs_polls() and (self._next_poll <= now or self.rollout_follower.needs_poll):
             self._follow_rollout()
         if self._next_refund <= now and self._has_refunds():
             self._next_refund = now + REFUND_INTERVAL_S
@@ -219,7 +239,8 @@ class MaintenanceThread:
         now = self._runtime.monotonic()
         self._planned = work = self._work_to_do()
         dues = [due for due, _ in self._probes.values()]
-        dues += [self._next_heartbeat, self._next_poll] if self.sends_heartbeats else []
+        dues += [self._next_heartbeat] if self.sends_heartbeats else []
+        dues += [self._next_poll] if self._needs_polls() else []
         dues += [self._next_refund] if work & REFUND else []
         dues += [self._next_settlement] if work & SETTLE else []
         with self._lock:
@@ -253,7 +274,7 @@ class MaintenanceThread:
             suspects = self._store.breakers.open_breakers()
             primaries = self._client.find_primaries(suspects, of=node, timeout_s=timeout_s)
             if node in primaries:
-                if self.sends_heartbeats:
+                if self._needs_polls() or self.rollout_follower.is_refused:
                     self.rollout_follower.check_store()
                 self._check_epoch(node, timeout_s=timeout_s)
                 self._check_latency(node)
@@ -322,9 +343,26 @@ class MaintenanceThread:
         except StoreError:  # requests will notice if it lasts
             self.unsettled_heartbeats = SETTLING_HEARTBEATS
 
+    def _begin_following(self) -> bool:
+        """True if the limiter follows rollouts from now on: it was used for a while."""
+        if self._is_following or self.sends_heartbeats or not self.follows_rollouts:
+            return False
+        now = self._runtime.monotonic()
+        if self._follow_from is None:
+            self._follow_from = now + FIRST_ROLLOUT_POLL_S
+        self._is_following = now >= self._follow_from
+        return self._is_following
+
+    def _needs_polls(self) -> bool:
+        return self.sends_heartbeats or self._is_following
+
     def _follow_rollout(self) -> None:
         """Follow the rollout of scripts. A store in a format that this library cannot read is not used."""
         self._next_poll = self._runtime.monotonic() + ROLLOUT_POLL_S * self._runtime.random.uniform(0.8, 1.0)
+        self._idle_polls = self._idle_polls + 1 if self._local.checks == self._checks_polled else 0
+        self._checks_polled = self._local.checks
+        if self._idle_polls >= IDLE_ROLLOUT_POLLS:
+            self._is_following = False
         if self._store.breakers.open_breakers():
             return
         try:

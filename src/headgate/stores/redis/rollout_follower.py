@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._node import node_name
@@ -34,6 +35,9 @@ logger = logging.getLogger("headgate")
 MAX_LOGGED: Final = 20
 """Differences that a node logs in one canary; all are counted."""
 
+_numbers: Final[dict[int, count[int]]] = {}
+"""The numbers of the followers of a process, by its id."""
+
 
 class RolloutFollower:
     """Applies the rollout of scripts to the encoder of a store. Only one thread may call `poll`."""
@@ -51,6 +55,7 @@ class RolloutFollower:
         self._revision = -1
         self._rollout: ScriptRollout | None = None
         self._monitor: CanaryMonitor | None = None
+        self._pid = self._number = 0
         self._is_reported = True
         """False while a rejection of the candidate has not been written."""
         self._has_joined = False
@@ -75,12 +80,19 @@ class RolloutFollower:
             reason = f"{self.node}: {self._monitor.rejection}"
             self._client.end(self._monitor.rollout.id, ROLLED_BACK, by=f"node {self.node}", reason=reason)
             self._is_reported = True
-        name = f"{self.node}:{os.getpid()}"
+        name = self._process_name()
         status = json.dumps(self.status())
         revision, record = self._client.poll(self._revision, name, status, self._stable.formats)
         if revision != self._revision:
             self._revision = revision
             self._follow(record)
+
+    def _process_name(self) -> str:
+        """The node with its process, like "web-1:311"; another follower in that process is "web-1:311-2"."""
+        pid = os.getpid()
+        if self._pid != pid:
+            self._pid, self._number = pid, next(_numbers.setdefault(pid, count(1)))
+        return f"{self.node}:{pid}" + (f"-{self._number}" if self._number > 1 else "")
 
     def status(self) -> dict[str, Any]:
         """The version in use, and the counts of the canary."""
