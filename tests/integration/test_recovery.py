@@ -133,7 +133,7 @@ def test_empty_restart_of_the_server_is_reported(
 
 
 def test_fleet_is_counted_and_remembered(server: RedisServer, unique: str) -> None:
-    members = [Limiter(server.url, on_failure="local", namespace=unique) for _ in range(4)]
+    members = [Limiter(server.url, on_failure="local", namespace=unique, budget=1.0) for _ in range(4)]
     key = key_of(unique)
     try:
         for member in members:
