@@ -252,6 +252,18 @@ def outage(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return is_down
 
 
+def test_lease_that_is_granted_to_a_closing_meter_is_closed(ledger: Ledger, outage: threading.Event) -> None:
+    """It was asked for while the ledger was unavailable, and is granted when the meter writes its last charges."""
+    ledger.grant("acme", 100)
+    outage.set()
+    meter = QuotaMeter(ledger, wait_s=20, write_interval_s=60)
+    assert not meter.charge("acme", 1)
+    outage.clear()
+    meter.close()
+    assert ledger.summary("acme").held == 0
+    assert ledger.balance("acme") == 100
+
+
 def test_leases_are_spent_while_the_ledger_is_unavailable(ledger: Ledger, outage: threading.Event) -> None:
     ledger.grant("acme", 400)
     with QuotaMeter(ledger, wait_s=20) as meter:

@@ -712,7 +712,8 @@ class QuotaMeter:
             if made is None:
                 account.refuse(least, time.monotonic())
             else:
-                account.leases.append(_MeterLease(made, now))
+                leases = self._closing if self._is_closed else account.leases
+                leases.append(_MeterLease(made, now))
             if account.needed <= least or made is None:
                 account.needed = 0
         self._pending.clear()
