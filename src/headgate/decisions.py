@@ -79,10 +79,18 @@ class Decision(NamedTuple):
     def outcomes(self) -> tuple[Outcome, ...]:
         """The verdict of each limit, in the order of the keys."""
         return tuple(
-            Outcome(
-                key.limit, key, retry_us == 0, remaining, None if retry_us == NEVER else retry_us, reset_us, delay_us
-            )
-            for key, (remaining, retry_us, reset_us, delay_us) in zip(self.keys, self.verdicts, strict=True)
+            [
+                Outcome(
+                    key.limit,
+                    key,
+                    retry_us == 0,
+                    remaining,
+                    None if retry_us == NEVER else retry_us,
+                    reset_us,
+                    delay_us,
+                )
+                for key, (remaining, retry_us, reset_us, delay_us) in zip(self.keys, self.verdicts, strict=True)
+            ]
         )
 
     def consumed(self, key: Key) -> int | None:
@@ -151,13 +159,13 @@ class Decision(NamedTuple):
         >>> limiter.check(login.by("ada")).reason
         'denied by login (1 per minute, token_bucket): 0 left, passes in 60 s'
         """
-        outcomes = self.outcomes
-        answer = "; ".join([_denial(outcome) for outcome in outcomes if not outcome.allowed])
         if self.allowed:
-            tightest = min(outcomes, key=lambda outcome: outcome.remaining)
-            answer = f"allowed: {tightest.remaining} left of {tightest.limit.name} ({tightest.limit})"
-        elif not answer:
-            answer = "denied"
+            remaining = [verdict[0] for verdict in self.verdicts]
+            least = min(remaining)
+            tightest = self.keys[remaining.index(least)].limit
+            answer = f"allowed: {least} left of {tightest.name} ({tightest})"
+        else:
+            answer = "; ".join([_denial(outcome) for outcome in self.outcomes if not outcome.allowed]) or "denied"
         return f"{answer} [{self.degraded}]" if self.degraded else answer
 
 

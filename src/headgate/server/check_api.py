@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import Field
 
 from headgate.errors import InvalidInput, StoreError
 from headgate.server.check_service import (
@@ -40,7 +41,10 @@ AUTH_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS
 def add_check_routes(router: APIRouter, service: CheckService) -> None:
     """Add the routes of the API. FastAPI would search routes of an included router twice for each request."""
 
-    async def check(body: CheckBody | BatchBody) -> DecisionAnswer | BatchAnswer:
+    # From left to right, as validating a single question also as a batch takes as long as the check itself.
+    async def check(
+        body: Annotated[CheckBody | BatchBody, Field(union_mode="left_to_right")],
+    ) -> DecisionAnswer | BatchAnswer:
         """Charge a request, or each of several."""
         return await (service.check_batch(body) if isinstance(body, BatchBody) else service.check(body))
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from headgate.gate.gate import AsyncGate
     from headgate.keys import Key
     from headgate.limiter import AsyncLimiter
+    from headgate.stores.operations import Cost
 
 __all__ = [
     "BatchAnswer",
@@ -299,11 +300,13 @@ class CheckService:
         return _from_decision(await self._decide(checked(_keys(limits), _costs(limits), id)))
 
     async def _decide(self, check: Check) -> Decision:
-        limiter = self._limiter
+        engine = self._limiter.engine
+        if engine.memory is not None and self._free:  # decides without waiting
+            return engine.memory.decide(check)
         try:
-            return await self._bounded(lambda: limiter.check(*check.keys, cost=check.cost, id=check.id))
+            return await self._bounded(lambda: engine.decide(check, engine.failure))
         except (ServerOverloaded, DeadlineExceeded) as error:
-            return limiter.engine.failure.decide(check, error)
+            return engine.failure.decide(check, error)
 
     async def _change_all(self, operations: list[Any]) -> ChangeAnswer:
         return ChangeAnswer(changed=all(await asyncio.gather(*map(self._change, operations))))
@@ -364,8 +367,8 @@ def _keys(limits: list[LimitBody]) -> tuple[Key, ...]:
     return tuple([each.key() for each in limits])
 
 
-def _costs(limits: list[LimitBody]) -> tuple[int, ...]:
-    return tuple([each.cost for each in limits])
+def _costs(limits: list[LimitBody]) -> Cost:
+    return limits[0].cost if len(limits) == 1 else tuple([each.cost for each in limits])
 
 
 def _from_decision(decision: Decision) -> DecisionAnswer:
@@ -373,20 +376,14 @@ def _from_decision(decision: Decision) -> DecisionAnswer:
         allowed=decision.allowed,
         reason=decision.reason,
         remaining=decision.remaining,
-        retry_after=decision.retry_after,
+        retry_after=0 if decision.allowed else decision.retry_after,
         reset_after=decision.reset_after,
         delay=decision.delay,
-        denied_by=[*decision.denied_by],
+        denied_by=[] if decision.allowed else [*decision.denied_by],
         degraded=decision.degraded,
         id=decision.id,
         limits=[
-            LimitState(
-                name=each.limit.name,
-                allowed=each.allowed,
-                remaining=each.remaining,
-                retry_after=each.retry_after,
-                reset_after=each.reset_after,
-            )
+            LimitState(each.limit.name, each.allowed, each.remaining, each.retry_after, each.reset_after)
             for each in decision.outcomes
         ],
     )

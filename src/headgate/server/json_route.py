@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, get_type_hints
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -15,14 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["JsonRoute"]
 
+JSON = b"application/json"
 _PARAMETERS = frozenset({"body", "request"})
 
 
 class JsonRoute(APIRoute):
     """A route whose endpoint has a `body`, and perhaps the `request`, and returns a model.
 
-    The schema is FastAPI's, and so are the errors. The body is parsed and validated in one step, and the answer is not
-    validated again. Routes with dependencies or other parameters are handled by FastAPI.
+    The schema is FastAPI's, and so are the errors. The body is parsed and validated in one step, and the answer, a
+    model or a union of models, is not validated again. Routes with dependencies or other parameters are handled by
+    FastAPI.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
@@ -36,12 +39,13 @@ class JsonRoute(APIRoute):
             return super().get_route_handler()
         endpoint = self.endpoint
         hints = get_type_hints(endpoint, include_extras=True)
-        body_type, answer_type = TypeAdapter(hints["body"]), TypeAdapter(hints["return"])
+        body_type = TypeAdapter(hints["body"])
+        answer_types = {each: TypeAdapter(each) for each in get_args(hints["return"]) or (hints["return"],)}
         needs_request = "request" in hints
 
         async def handle(request: Request) -> Response:
             content = await request.body()
-            if not _is_json(request.headers.get("content-type", "")):
+            if not _is_json(next((value for name, value in request.scope["headers"] if name == b"content-type"), b"")):
                 # Browsers send other types without asking; a page must not use up limits through its visitors.
                 raise RequestValidationError([_problem("the content type must be application/json")])
             try:
@@ -50,7 +54,7 @@ class JsonRoute(APIRoute):
                 problems = error.errors(include_url=False, include_context=False, include_input=False)
                 raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in problems]) from None
             answer = await (endpoint(body=body, request=request) if needs_request else endpoint(body=body))
-            return Response(answer_type.dump_json(answer), media_type="application/json")
+            return Response(answer_types[type(answer)].dump_json(answer), media_type="application/json")
 
         return handle
 
@@ -59,9 +63,10 @@ class JsonRoute(APIRoute):
         return not self.dependencies and "body" in parameters and parameters <= _PARAMETERS
 
 
-def _is_json(content_type: str) -> bool:
-    media_type = content_type.partition(";")[0].strip().lower()
-    return media_type == "application/json" or (media_type.startswith("application/") and media_type.endswith("+json"))
+@lru_cache
+def _is_json(content_type: bytes) -> bool:
+    media_type = content_type.partition(b";")[0].strip().lower()
+    return media_type == JSON or (media_type.startswith(b"application/") and media_type.endswith(b"+json"))
 
 
 def _problem(message: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from headgate import __version__
@@ -275,6 +276,8 @@ def _create_app(options: ServerOptions, checks: CheckService, verifier: TokenVer
         add_check_routes(app.router, checks)
         if checks.has_policy:
             add_auth_route(app.router, checks)
+    # Routes are tried in their order: those of every request before the documentation, which FastAPI adds first.
+    app.router.routes.sort(key=lambda route: not isinstance(route, APIRoute))
     return app
 
 
