@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 
 from headgate.abuse.model import AbuseScenario, AbuseSettings, ActionStep, Threshold
-from headgate.abuse.shipped import SHIPPED
 from headgate.policy import read
 from headgate.policy.model import Identity
 from headgate.policy.routes import Template
+from headgate.policy.shipped_scenarios import SHIPPED
 
 MINUTE = timedelta(minutes=1)
 

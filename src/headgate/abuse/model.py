@@ -7,6 +7,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headgate.policy.model import Identity
     from headgate.policy.routes import Template
 
@@ -84,6 +86,8 @@ class AbuseScenario:
     """The routes that it looks at; all, if `classes` is empty, too."""
     methods: frozenset[str] = frozenset()
     classes: tuple[str, ...] = ()
+    status: Callable[[int], bool] | None = None
+    """A condition on the response status: only requests that are answered so are counted."""
     each: tuple[Threshold, ...] = ()
     """Of the addresses in a group that is no client, only those for which these hold are counted and found."""
     account: str = "account"
@@ -98,8 +102,15 @@ class AbuseScenario:
     """The time after an operator has undone an action in which the client gets no other."""
 
     @property
-    def signals(self) -> frozenset[str]:
-        return frozenset(each.signal for each in (*self.when, *self.each))
+    def looks_at_agents(self) -> bool:
+        return self.by == "agent" or any(each.signal == "agents" for each in (*self.when, *self.each))
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of identity that it needs."""
+        groups = {self.by} - {*ADDRESS_GROUPS}
+        counts_accounts = any(each.signal == "accounts" for each in (*self.when, *self.each))
+        return frozenset({"ip", *groups, *((self.account, "user", "api_key") if counts_accounts else ())})
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class HeadgateMiddleware:
         try:
             if admission is UNLIMITED:
                 return await self.app(scope, receive, send)
-            if admission.needs_finish:
+            if admission.needs_finish and not admission.is_only_observed:
                 meter = gate.message_meter(admission)
                 app = self.app if meter is None else partial(serve_metered, self.app, gate, meter)
                 return await HeaderSend(send, admission, partial(gate.finish, admission)).serve(app, scope, receive)
@@ -141,6 +141,8 @@ class HeadgateMiddleware:
                 return await self.app(scope, receive, header_send)
             finally:
                 header_send.leave()
+                if admission.is_only_observed:
+                    gate.observe_response(admission, header_send.status)
         except Overloaded as error:
             try:
                 return await refuse(gate.overloaded(error), scope, receive, send)
@@ -165,7 +167,7 @@ class HeaderSend:
     the keep-alive timer then, which would retain the context, and with it the admission, for each connection.
     """
 
-    __slots__ = ("_admission", "_finish", "_headers", "_send", "_status", "_token")
+    __slots__ = ("_admission", "_finish", "_headers", "_send", "_token", "status")
 
     def __init__(
         self,
@@ -176,7 +178,8 @@ class HeaderSend:
     ) -> None:
         self._send = send
         self._finish = finish
-        self._status = 500
+        self.status = 500
+        """The status of the response; 500 until it begins."""
         self._token = enter_context(admission)
         self._admission = admission
         self._headers = headers
@@ -193,11 +196,11 @@ class HeaderSend:
     def __call__(self, message: Message) -> Awaitable[None]:
         kind = message["type"]
         if kind in RESPONSE_STARTS:
-            self._status = message.get("status", 101)
+            self.status = message.get("status", 101)
             headers = self._admission.headers if self._headers is None else self._headers()
             message = {**message, "headers": [*message.get("headers", ()), *headers]}
-        elif kind == "websocket.close" and self._status == 500:  # never accepted
-            self._status = 403
+        elif kind == "websocket.close" and self.status == 500:  # never accepted
+            self.status = 403
         if kind in BODIES and not message.get("more_body", False):
             return self._send_last(message)
         return self._send(message)
@@ -219,7 +222,7 @@ class HeaderSend:
     async def _finish_once(self) -> None:
         finish, self._finish = self._finish, None
         if finish is not None:
-            await finish_shielded(finish(self._status))
+            await finish_shielded(finish(self.status))
 
 
 async def serve_metered(

@@ -92,6 +92,8 @@ class HeadgateMiddleware:
         try:
             if admission is UNLIMITED:
                 return self.app(environ, start_response)
+            if admission.is_only_observed:
+                return self.app(environ, partial(_start_observed, self.gate, start_response, admission))
             if not admission.needs_finish:
                 return self.app(environ, partial(_start, start_response, admission))
             response = _ResponseBody(self.gate, admission, start_response)
@@ -120,6 +122,14 @@ def _start(
     """The `start_response` of an admitted request. Apps may call it again if they fail before the body is sent."""
     headers = [*headers, *native_headers(admission.headers)]
     return start_response(status, headers) if exc_info is None else start_response(status, headers, exc_info)
+
+
+def _start_observed(
+    gate: Gate, start_response: StartResponse, admission: Admission, status: str, *headers: Any
+) -> Callable[[bytes], object]:
+    """The `start_response` of a request whose status the gate passes on."""
+    gate.observe_response(admission, int(status[:3]))
+    return _start(start_response, admission, status, *headers)
 
 
 class _ResponseBody:

@@ -95,6 +95,10 @@ class Admission:
     """The actions of scenarios that have applied to it. Of a request that one of them has refused, only that one."""
     challenge: Challenge | None = None
     """A challenge that the app has to present to the client, which has not passed it yet."""
+    observed: RequestInfo | None = None
+    """The request, if scenarios of abuse look at it once its response is known."""
+    is_only_observed: bool = False
+    """True if `finish` would only pass on the status, for which the gate's `observe_response` needs no wait."""
     is_settled: bool = False
     """True once the final cost is charged; `commit` has no effect any more."""
     _committed: dict[str, int] | None = None

@@ -10,6 +10,7 @@ import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias, Unpack, cast
 from uuid import uuid4
 from weakref import WeakSet
@@ -20,10 +21,11 @@ from headgate.clock import SystemClock, in_ns
 from headgate.engine import SyncEngine
 from headgate.errors import InvalidConfiguration, ScriptError, StoreError
 from headgate.failure import FailurePolicy
+from headgate.gate.abuse_watch import AbuseWatch, observed_request
 from headgate.gate.active_policy import ActivePolicy
-from headgate.gate.admission import UNLIMITED, Admission, Shadow
+from headgate.gate.admission import NOT_SERVED, UNLIMITED, Admission, Shadow
 from headgate.gate.client_actions import ActionCounts, ClientActions
-from headgate.gate.event_stream import EventStream, is_observer
+from headgate.gate.event_stream import EventStream, is_observer, outcome_of
 from headgate.gate.identity import IdentityExtractor
 from headgate.gate.messages import MessageMeter
 from headgate.gate.metering import QuotaDenial, QuotaMetering, void
@@ -200,6 +202,8 @@ class GateBase:
         self._engine_options: dict[str, Any] = {
             name: value for name, value in options.items() if name in ENGINE_OPTIONS
         }
+        self.abuse: AbuseWatch | None = None
+        """The detector of abuse; None until a policy has scenarios."""
         self._lists: NetworkLists | None = None
         """The reputation lists; None until a policy has some."""
         self._failed_lists: set[str] = set()
@@ -461,6 +465,8 @@ class GateBase:
 
     def finish_in_steps(self, admission: Admission, status: int) -> Steps:
         """Release the leases of a request, and settle its cost."""
+        if admission.observed is not None:
+            self.observe_response(admission, status)
         if admission.permit is not None:
             admission.permit.release(_PERMIT_OUTCOMES.get(status, "ok" if 200 <= status < 400 else "ignored"))
         if admission.resolution is not None and admission.resolution.route.message_rules:
@@ -469,7 +475,9 @@ class GateBase:
             admission.lease.release()
         elif admission.lease is not None:
             yield self._exit, admission.lease
-        yield from self.settle_in_steps(admission, status)
+        has_costs = admission.quotas or status == NOT_SERVED
+        if has_costs or (admission.resolution is not None and admission.resolution.route.settles):
+            yield from self.settle_in_steps(admission, status)
 
     def settle_in_steps(self, admission: Admission, status: int) -> Steps:
         """Refund or charge the difference between the final cost of a request and what it was charged."""
@@ -554,6 +562,19 @@ class GateBase:
                 logger.exception("on_decision failed; the request continues")
         if self._events.observers:
             self._events.emit(request, admission, self._time_ns() // 1000)
+        if admission.resolution is not None and admission.resolution.route.scenarios:
+            if admission.refusal is None:
+                admission.observed, admission.is_only_observed = request, not admission.needs_finish
+                admission.needs_finish = True
+            elif outcome_of(admission) != "blocked":  # an action shall not prolong itself
+                admission.observed = request
+                self.observe_response(admission, admission.refusal.status)
+
+    def observe_response(self, admission: Admission, status: int) -> None:
+        """Pass a completed request to the detector of abuse; once, if at all. `finish` does this, too."""
+        request, admission.observed = admission.observed, None
+        if request is not None and admission.resolution is not None and status != NOT_SERVED:
+            self._events.complete(observed_request(request, admission.resolution, admission.received_us, status))
 
     def _apply_live_entries(
         self, policy: ActivePolicy, resolved: ResolvedRequest, now_us: int
@@ -653,7 +674,7 @@ class GateBase:
         if is_observer(observer):
             self._events.remove(cast("Observer", observer))
         self._decision_hooks = tuple([each for each in self._decision_hooks if each is not observer])
-        self._is_observed = bool(self._decision_hooks or self._events.observers)
+        self._is_observed = bool(self._decision_hooks or self._events.observers or self.abuse)
 
     @property
     def observers(self) -> tuple[Observer, ...]:
@@ -796,6 +817,8 @@ class GateBase:
         if self._lists is not None:
             self._lists.configure(policy.lists)
         active = self._compile(policy)
+        if policy.abuse is not None or self.abuse is not None:
+            self._watch(policy)
         if any(rule.is_quota for rule in policy.rules):
             self._metering.configure(policy.ledger)
         for warning in policy.warnings[:MAX_LOGGED_WARNINGS]:
@@ -823,6 +846,19 @@ class GateBase:
             parts = before.snapshot.parts()
             del before
             release(parts)
+
+    def _watch(self, policy: Policy) -> None:
+        """Evaluate the scenarios of a policy."""
+        if self.abuse is None:
+            key = self.identity_secret
+            self.abuse = AbuseWatch(
+                blake2b(key.encode() if isinstance(key, str) else key, person=b"headgate abuse").digest(),
+                is_trusted_key=lambda api_key: self.active_policy.snapshot.is_trusted_key(api_key),
+                handle=self.actions.apply,
+            )
+            self._events.request_observer = self.abuse
+            self._is_observed = True
+        self.abuse.configure(policy.abuse)
 
     def _on_list_change(self, watcher: ListWatcher) -> None:
         """Apply another version of a list, or report that its newest one cannot be used; in a thread of its own."""

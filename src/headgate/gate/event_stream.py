@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import Self
 
+    from headgate.abuse.detector import ObservedRequest
     from headgate.decisions import Decision
     from headgate.events import Event
     from headgate.gate.admission import Admission, RequestInfo, Shadow
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from headgate.policy.snapshot import Resolution
 
 __all__ = [
-    "DecisionEvent", "DecisionHook", "DecisionSource", "EventStream", "Observer", "Outcome", "flush_all", "is_observer",
-    "outcome_of",
+    "DecisionEvent", "DecisionHook", "DecisionSource", "EventStream", "Observer", "Outcome", "RequestObserver",
+    "flush_all", "is_observer", "outcome_of",
 ]  # fmt: skip
 
 logger = logging.getLogger("headgate")
@@ -109,6 +110,13 @@ class Observer(Protocol):
         """Process a batch, in the order of the decisions. Only one thread calls this at a time for one gate."""
 
 
+class RequestObserver(Protocol):
+    """Receives the completed requests of a gate that scenarios of abuse look at."""
+
+    def observe_requests(self, requests: Sequence[ObservedRequest]) -> None:
+        """Process a batch, about in the order in which the requests were completed."""
+
+
 class DecisionSource(Protocol):
     """A gate, or another source of decisions, for observers that also report on its store and its rules."""
 
@@ -153,6 +161,7 @@ class EventStream:
 
     def __init__(self) -> None:
         self.observers: tuple[Observer, ...] = ()
+        self.request_observer: RequestObserver | None = None
         self._sample_share = 0.0
         self.reset_after_fork()
         reinit_after_fork(self)
@@ -161,6 +170,7 @@ class EventStream:
     def reset_after_fork(self) -> None:
         """Start with an empty buffer: the events of the parent are delivered by the parent."""
         self._events: deque[DecisionEvent] = deque()
+        self._requests: deque[ObservedRequest] = deque()
         self._delivery = threading.RLock()
         self._is_delivering = False
         self._lock = threading.Lock()
@@ -206,6 +216,18 @@ class EventStream:
         elif len(events) == BATCH_SIZE:
             self._wakeup.set()
 
+    def complete(self, request: ObservedRequest) -> None:
+        """Append a completed request, for the request observer; dropped and counted if the buffer is full."""
+        requests = self._requests
+        if len(requests) >= MAX_EVENTS:
+            self._drop()
+            return
+        requests.append(request)
+        if self._thread is None:
+            self._start()
+        elif len(requests) == BATCH_SIZE:
+            self._wakeup.set()
+
     def flush(self) -> None:
         """Deliver all events that were emitted before this call. Returns at once if called by an observer."""
         with self._delivery:
@@ -218,19 +240,29 @@ class EventStream:
                     batch = [*map(deque.popleft, repeat(self._events, min(remaining, BATCH_SIZE)))]
                     remaining -= len(batch)
                     _deliver(self.observers, batch)
+                if self._requests:
+                    self._flush_requests()
             finally:
                 self._is_delivering = False
 
     def run_once(self) -> bool:
         """Do the work of the background thread once; False if there has been none for a while, and it shall end."""
-        self._idle_intervals = 0 if self._events else self._idle_intervals + 1
+        self._idle_intervals = 0 if self._events or self._requests else self._idle_intervals + 1
         self.flush()
         if self._idle_intervals < IDLE_INTERVALS:
             return True
         self._thread = None
-        if self._events:  # emitted before the end of the thread was visible
+        if self._events or self._requests:  # emitted before the end of the thread was visible
             self._start()
         return False
+
+    def _flush_requests(self) -> None:
+        requests = [*map(deque.popleft, repeat(self._requests, len(self._requests)))]
+        if self.request_observer is not None:
+            try:
+                self.request_observer.observe_requests(requests)
+            except Exception:
+                logger.exception("the detection of abuse failed on %d requests", len(requests))
 
     def _drop(self) -> None:
         with self._lock:

@@ -7,8 +7,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate.abuse.model import ADDRESS_GROUPS, SHARE_SIGNALS, AbuseScenario, AbuseSettings, Threshold
-from headgate.abuse.shipped import SHIPPED
 from headgate.policy.rules import METHODS_TWICE, nearest
+from headgate.policy.shipped_scenarios import SHIPPED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

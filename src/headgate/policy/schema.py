@@ -891,6 +891,9 @@ SCENARIO_FIELDS: Final = Struct(
         "classes": Field(_CLASSES, "The same as class.", "class"),
         "methods": Field(METHODS, "The methods that it looks at; all by default."),
         "method": Field(METHODS, "The same as methods.", "methods"),
+        "status": Field(
+            _text(scalars.status_test, "status in [401, 403]"), "Counts only requests that are answered so."
+        ),
         "by": Field(_text(scalars.scenario_group, "ip", "agent"), "Whose requests are taken together."),
         "group_by": Field(_text(scalars.scenario_group, "ip"), "The same as by.", "by"),
         "when": Field(_THRESHOLDS, "The thresholds, all of which must be reached within the window."),

@@ -37,6 +37,7 @@ from headgate.policy.routes import METHODS, Matcher, Template, normalize_method
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from headgate.abuse.model import AbuseScenario
     from headgate.keys import Key
     from headgate.overload.load_shedder import Priority
     from headgate.policy.lists.list_watcher import ListLookup
@@ -167,11 +168,18 @@ class RoutePlan:
 
     __slots__ = (
         "concurrency", "cost", "costs", "endpoint", "has_address_rule", "has_overrides", "is_exempt", "kinds", "leases",
-        "message_rules", "nets", "on_failure", "policy", "priority", "quotas", "route_class", "rules", "settles",
-        "shadows",
+        "looks_at_agents", "message_rules", "nets", "on_failure", "policy", "priority", "quotas", "route_class",
+        "rules", "scenarios", "settles", "shadows",
     )  # fmt: skip
 
-    def __init__(self, snapshot: Snapshot, templates: tuple[Template, ...], method: str) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        templates: tuple[Template, ...],
+        method: str,
+        scenarios: tuple[AbuseScenario, ...] = (),
+    ) -> None:
+        """`scenarios` are those for the path; the others of the policy may apply by the class of the route."""
         policy = self.policy = snapshot.policy
         route = snapshot.route_rule(templates, method)
         self.endpoint = snapshot.view or (templates[0].text if templates else UNMATCHED)
@@ -207,6 +215,11 @@ class RoutePlan:
         self.concurrency = None if self.is_exempt else policy_concurrency(policy, route)
         if self.concurrency is not None and self.concurrency.settings.fair:
             self.kinds |= {*CLIENT_KINDS}
+        applied = [] if self.is_exempt else snapshot.scenarios_of(scenarios, method, self.route_class)
+        self.scenarios = tuple([scenario.name for scenario in applied])
+        """The names of the scenarios that look at its requests."""
+        self.looks_at_agents = any(scenario.looks_at_agents for scenario in applied)
+        self.kinds |= {kind for scenario in applied for kind in scenario.kinds}
         self.leases = any(limit.algorithm == "concurrency" for rule in enforced for limit in rule.limits)
         self.has_overrides = any(rule.has_overrides for rule in self.rules)
         self.settles = any(rule.settled or rule.count_when is not None for rule in enforced) or bool(self.message_rules)
@@ -261,6 +274,13 @@ class Snapshot:
         templates += [template for rule in policy.rules for template in rule.templates]
         self._templates = list(dict.fromkeys(templates))
         self._matcher = Matcher(self._templates)
+        scenarios = () if policy.abuse is None or view is not None else policy.abuse.scenarios
+        by_template = [(template, each) for each in scenarios for template in each.templates]
+        self._scenario_matcher = Matcher([template for template, _ in by_template])
+        self._scenarios_by_match = [scenario for _, scenario in by_template]
+        self._general_scenarios = [each for each in scenarios if not each.templates]
+        """The scenarios that look at all routes, or at those of some classes."""
+        self._class_scenarios = [each for each in scenarios if each.templates and each.classes]
         self._route_rules = _group((route.template, route) for route in policy.routes)
         self._rules_by_target = _group(
             (target, number)
@@ -268,11 +288,12 @@ class Snapshot:
             for target in (*rule.templates, *rule.classes) or (ANYWHERE,)
         )
         """The indices of the rules for a template, for a class, or for all routes."""
-        self._routes: dict[tuple[tuple[int, ...], str], RoutePlan] = {}
+        self._routes: dict[tuple[tuple[int, ...], tuple[int, ...], str], RoutePlan] = {}
         self._net_limits: dict[Limit, Limit] = {}
         self._plan_cache: dict[str, dict[str | tuple[str, str], RoutePlan]] = {method: {} for method in METHODS}
         """A cache of plans by method and path; in mounted apps, by both paths."""
         named = [each.methods for each in policy.routes] + [each.methods for each in policy.rules]
+        named += [each.methods for each in scenarios]
         self._methods = frozenset([*METHODS, *(normalize_method(method) for methods in named for method in methods)])
         """The methods that the policy can tell apart; all others share a plan."""
         self._tiers = self._lookups((client.identity, client.tier) for client in policy.clients if client.tier)
@@ -391,6 +412,22 @@ class Snapshot:
         rules = [self.policy.rules[number] for number in numbers]
         return [rule for rule in rules if _allows_method(rule.methods, method)]
 
+    def scenarios_of(
+        self, matched: tuple[AbuseScenario, ...], method: str, route_class: str | None
+    ) -> list[AbuseScenario]:
+        """The scenarios that look at a route: those `matched` by its path, by its class, and those for all routes."""
+        of_class = [each for each in self._class_scenarios if route_class in each.classes]
+        general = [each for each in self._general_scenarios if not each.classes or route_class in each.classes]
+        found = dict.fromkeys([*matched, *of_class, *general])
+        trusts_keys = self.unknown_key_factor is None or self.vouched_keys > {AMBIGUOUS}
+        return [
+            each for each in found if _allows_method(each.methods, method) and (trusts_keys or each.by != "api_key")
+        ]
+
+    def is_trusted_key(self, api_key: str) -> bool:
+        """True unless a client may have invented an API key, given its hash."""
+        return api_key != AMBIGUOUS and (self.unknown_key_factor is None or api_key in self.vouched_keys)
+
     def lookups_of(self, rule: Rule, route_class: str | None) -> list[_Lookup]:
         """The lookups for the overrides of a rule on routes of that class."""
         if all(override.route_class is None for override in self._overrides.get(rule.name, ())):
@@ -453,10 +490,12 @@ class Snapshot:
     def _find_plan(self, method: str, path: str, mounted_path: str | None) -> RoutePlan:
         matched, known = self._matcher.match(path, mounted_path), normalize_method(method)
         known = known if known in self._methods else "UNKNOWN"
-        plan = self._routes.get((matched, known))
+        watched = self._scenario_matcher.match(path, mounted_path)
+        plan = self._routes.get((matched, watched, known))
         if plan is None:
-            plan = RoutePlan(self, tuple(self._templates[index] for index in matched), known)
-            plan = self._routes.setdefault((matched, known), plan)
+            scenarios = tuple(dict.fromkeys([self._scenarios_by_match[index] for index in watched]))
+            plan = RoutePlan(self, tuple(self._templates[index] for index in matched), known, scenarios)
+            plan = self._routes.setdefault((matched, watched, known), plan)
         if method in self._plan_cache and len(path) <= LONGEST_PATH:  # clients can invent any number of methods
             if sum(map(len, self._plan_cache.values())) >= MOST_PATHS:
                 for plans in self._plan_cache.values():

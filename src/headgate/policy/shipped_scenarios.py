@@ -7,6 +7,7 @@ from typing import Final
 
 from headgate.abuse.model import AbuseScenario, ActionStep, Threshold
 from headgate.policy.routes import Template
+from headgate.policy.scalars import status_test
 
 __all__ = ["SHIPPED"]
 
@@ -56,9 +57,23 @@ _SCENARIOS: Final = (
         10 * _MINUTE,
         _steps(("tighten", 15), ("challenge", 30), ("block", 60)),
     ),
-    AbuseScenario("enumeration", "ip", _when(paths=60, missing=0.6), 5 * _MINUTE, _steps(("delay", 10), ("block", 60))),
+    AbuseScenario(
+        "enumeration",
+        "ip",
+        _when(paths=60),
+        5 * _MINUTE,
+        _steps(("delay", 10), ("block", 60)),
+        status=status_test("status in [401, 403, 404, 410]"),
+    ),
     AbuseScenario("key-leak", "api_key", _when(addresses=25, requests=100), 10 * _MINUTE, _steps(("tighten", 60))),
-    AbuseScenario("retry-storm", "ip", _when(requests=200, limited=0.8), _MINUTE, _steps(("delay", 5), ("block", 10))),
+    AbuseScenario(
+        "retry-storm",
+        "ip",
+        _when(requests=100),
+        _MINUTE,
+        _steps(("delay", 5), ("block", 10)),
+        status=status_test("status in [429, 503]"),
+    ),
 )
 
 SHIPPED: Final = {scenario.name: scenario for scenario in _SCENARIOS}
