@@ -11,11 +11,20 @@ the least, so they displace each other, and no real offender.
 from __future__ import annotations
 
 import heapq
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate.abuse.evidence import describe_client, describe_member
 from headgate.abuse.model import ADDRESS_GROUPS, Finding
-from headgate.abuse.signals import SharedRecord, SignalPlan, ValueHashes, bits_for, distinct, is_repeated_interval
+from headgate.abuse.signals import (
+    SeenAddresses,
+    SharedRecord,
+    SignalPlan,
+    ValueHashes,
+    bits_for,
+    distinct,
+    is_repeated_interval,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -140,6 +149,9 @@ class GroupTable:
         self.pane = 0
         """The number of the current pane since 1970."""
         self.records: dict[Any, GroupRecord] = {}
+        same = scenario.by, scenario.when, scenario.each, scenario.window, getattr(scenario.status, "text", "")
+        self.mark = blake2b(repr(same).encode(), digest_size=8).hexdigest()
+        """A hash of what the scenario counts."""
         self.others: dict[int, list[SharedRecord]] = {}
         """The records of other nodes by the keyed hash of the group."""
         self._detector = detector
@@ -148,13 +160,14 @@ class GroupTable:
         self._pane_us = int(scenario.window.total_seconds() * 1_000_000) // WINDOW_PANES
         self._start_us = self._end_us = 0
         """The times that count for the current pane; earlier ones for delayed requests."""
-        self._promote_at = min(MAX_EARLY, max(2, self._plan.least_requests // 4))
+        needs_all = "newcomers" in self._plan.sets
+        self._promote_at = 1 if needs_all else min(MAX_EARLY, max(2, self._plan.least_requests // 4))
         self._cells = bytearray(CELLS)
         self._group_of = _group_function(scenario.by, detector)
         self._kind = None if scenario.by in ADDRESS_GROUPS else scenario.by
         """The kind of identity that is the group; None if it is computed."""
         places = enumerate(zip(self._plan.sets, self._plan.sizes, strict=True))
-        self._values = [(index, _value_function(name, scenario), size - 1) for index, (name, size) in places]
+        self._values = [(index, _value_function(name, scenario, detector), size - 1) for index, (name, size) in places]
 
     def add(self, requests: Iterable[ObservedRequest]) -> None:
         """Count requests that the scenario looks at. This runs for every request, and is kept fast."""
@@ -299,6 +312,8 @@ class MemberTable(GroupTable):
         self._size = bits_for(self._least)
         self._alike: dict[str, dict[str, GroupRecord]] = {}
         """The addresses by group for which `each` holds."""
+        self._active: set[str] = set()
+        """The groups that have enough of them."""
 
     def shared_rows(self) -> list[SharedRow]:
         """The groups with the addresses for which `each` holds."""
@@ -339,6 +354,7 @@ class MemberTable(GroupTable):
             for group, members in self._alike.items()
         }
         self._alike = {group: members for group, members in kept.items() if members}
+        self._active = {group for group in self._active if len(self._alike.get(group, ())) >= self._least}
 
     def _windows(self, key: Any, record: GroupRecord) -> list[SharedRecord]:
         return [window] if (window := record.window(self.pane)) is not None else []
@@ -347,10 +363,13 @@ class MemberTable(GroupTable):
         group, address = key
         members = self._alike.setdefault(group, {})
         members[address] = record
-        self._evaluate(group, members)
+        if group in self._active:
+            self._report_members(group, {address: record}, len(members))
+        else:
+            self._evaluate(group, members)
 
     def _evaluate(self, group: str, members: Mapping[str, GroupRecord]) -> None:
-        """Report all members of a group that has enough, and that are not reported yet."""
+        """Report all members of a group that has enough."""
         others = self.others.get(self._hashes(f"{self.scenario.by}\n{group}"), ()) if self.others else ()
         count, nodes = len(members), 1 + len(others)
         if others:
@@ -358,8 +377,11 @@ class MemberTable(GroupTable):
             for each in others:
                 bits |= each.bits[0]
             count = max(count, distinct(bits, self._size))
-        if count < self._least:
-            return
+        if count >= self._least:
+            self._active.add(group)
+            self._report_members(group, members, count, nodes)
+
+    def _report_members(self, group: str, members: Mapping[str, GroupRecord], count: int, nodes: int = 1) -> None:
         for address, record in [*members.items()]:
             if not record.is_found and (window := record.window(self.pane)) is not None:
                 values = {**self._plan.values([window]), "addresses": count}
@@ -386,7 +408,9 @@ def _group_function(by: str, detector: AbuseDetector) -> Callable[[ObservedReque
     return lambda request: request[2].get(by)
 
 
-def _value_function(signal: str, scenario: AbuseScenario) -> Callable[[ObservedRequest], str | None]:
+def _value_function(
+    signal: str, scenario: AbuseScenario, detector: AbuseDetector
+) -> Callable[[ObservedRequest], str | None]:
     """The function that returns the value of a request which a signal counts."""
     if signal == "paths":
         return lambda request: request[4]
@@ -395,4 +419,7 @@ def _value_function(signal: str, scenario: AbuseScenario) -> Callable[[ObservedR
     if signal == "accounts":
         kinds = dict.fromkeys([scenario.account, "user", "api_key"])
         return lambda request: next((f"{kind} {value}" for kind in kinds if (value := request[2].get(kind))), None)
+    if signal == "newcomers":
+        seen = SeenAddresses(detector.hashes)
+        return lambda request: request[2]["ip"] if seen.is_new(request[2]["ip"], request[0]) else None
     return lambda request: request[2].get("ip")

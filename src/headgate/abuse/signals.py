@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 
     from headgate.abuse.model import Threshold
 
-__all__ = ["FAILURES", "GroupRecord", "SharedRecord", "SignalPlan", "ValueHashes", "distinct", "is_repeated_interval"]
+__all__ = [
+    "FAILURES",
+    "GroupRecord",
+    "SeenAddresses",
+    "SharedRecord",
+    "SignalPlan",
+    "ValueHashes",
+    "distinct",
+    "is_repeated_interval",
+]
 
 FAILURES: Final = {
     "refused": frozenset({401, 403}),
@@ -31,6 +40,8 @@ FAILURES: Final = {
 """The response statuses whose shares are signals."""
 MIN_FOR_SHARES: Final = 5
 """Requests below which no share counts."""
+SEEN_US: Final = 3_600_000_000
+SEEN_BITS: Final = 1 << 23
 MAX_BITS: Final = 1 << 16
 MAX_CACHED: Final = 16_384
 LONGEST_VALUE: Final = 1_000
@@ -80,12 +91,12 @@ class GroupRecord:
 
     __slots__ = (
         "bits", "check_at", "early", "hits", "interval_us", "is_found", "last_us", "name_hash", "pane", "past_bits",
-        "past_hits", "past_requests", "quiet_pane", "requests",
+        "past_early", "past_hits", "past_requests", "quiet_pane", "requests",
     )  # fmt: skip
 
     def __init__(self, pane: int, early: int, shares: int, sets: int) -> None:
         self.pane = pane
-        self.early = early
+        self.early, self.past_early = early, 0
         """Requests before this record was created, of which only the number is known."""
         self.requests = self.past_requests = 0
         self.hits, self.past_hits = [0] * shares, [0] * shares
@@ -102,14 +113,15 @@ class GroupRecord:
     @property
     def total(self) -> int:
         """All requests in the window."""
-        return self.requests + self.past_requests + self.early
+        return self.requests + self.past_requests + self.early + self.past_early
 
     def turn(self, pane: int) -> None:
         """Begin another pane."""
         if pane == self.pane + 1:
             self.past_requests, self.past_hits, self.past_bits = self.requests, self.hits, self.bits
+            self.past_early = self.early
         else:
-            self.past_requests = 0
+            self.past_requests = self.past_early = 0
             self.past_hits, self.past_bits = [0] * len(self.hits), [0] * len(self.bits)
         self.requests = self.early = self.check_at = 0
         self.hits, self.bits = [0] * len(self.hits), [0] * len(self.bits)
@@ -121,10 +133,39 @@ class GroupRecord:
         if pane == self.pane:
             hits = [sum(pair) for pair in zip(self.hits, self.past_hits, strict=True)]
             bits = [now | past for now, past in zip(self.bits, self.past_bits, strict=True)]
-            return SharedRecord(self.total, self.total - self.early, hits, bits)
+            return SharedRecord(self.total, self.requests + self.past_requests, hits, bits)
         if pane == self.pane + 1:
-            return SharedRecord(self.requests, self.requests, self.hits, self.bits)
+            return SharedRecord(self.requests + self.early, self.requests, self.hits, self.bits)
         return None
+
+
+class SeenAddresses:
+    """The addresses of the last hour or so, in two bit tables of half an hour each.
+
+    For an hour after the first request nobody is new, as those who were there before are not known.
+    """
+
+    __slots__ = ("_generations", "_hashes", "_ready_us", "_turn_us")
+
+    def __init__(self, hashes: ValueHashes) -> None:
+        self._hashes = hashes
+        self._generations = [bytearray(SEEN_BITS >> 3), bytearray(SEEN_BITS >> 3)]
+        self._turn_us = self._ready_us = 0
+
+    def is_new(self, address: str, now_us: int) -> bool:
+        """True for the first request of an address."""
+        if now_us >= self._turn_us:
+            if not self._ready_us:
+                self._ready_us = now_us + SEEN_US
+            self._turn_us = now_us + SEEN_US // 2
+            self._generations = [bytearray(SEEN_BITS >> 3), self._generations[0]]
+        found = self._hashes(address)
+        places = [(at >> 3, 1 << (at & 7)) for at in (found % SEEN_BITS, (found >> 32) % SEEN_BITS)]
+        now, before = self._generations
+        is_known = any(all(table[byte] & bit for byte, bit in places) for table in (now, before))
+        for byte, bit in places:
+            now[byte] |= bit
+        return not is_known and now_us >= self._ready_us
 
 
 class SharedRecord(NamedTuple):

@@ -11,7 +11,7 @@ from headgate._fork import reinit_after_fork
 from headgate.abuse.detector import AbuseDetector, ObservedRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from headgate.abuse.detector import SharedRow
     from headgate.abuse.model import AbuseScenario, AbuseSettings, Finding, FindingHandler
@@ -65,7 +65,11 @@ class AbuseWatch:
         with self._lock:
             return {name: table.shared_rows() for name, table in self._detector.tables.items()}
 
-    def receive(self, rows: dict[str, Sequence[SharedRow]]) -> None:
+    def scenario_marks(self) -> dict[str, str]:
+        """A hash of each scenario: counts of different versions of it cannot be compared."""
+        return {name: table.mark for name, table in self._detector.tables.items()}
+
+    def receive(self, rows: Mapping[str, Sequence[SharedRow]]) -> None:
         """Evaluate what this node has seen together with the groups of other nodes, by scenario."""
         with self._lock:
             for name, table in self._detector.tables.items():

@@ -12,10 +12,10 @@ from headgate.policy.scalars import status_test
 __all__ = ["SHIPPED"]
 
 _LOGIN_PATHS: Final = (
-    "/login", "/log-in", "/signin", "/sign-in", "/sessions", "/auth/*", "/api/login", "/api/signin", "/api/session",
-    "/api/sessions", "/api/auth/*", "/api/{version}/login", "/api/{version}/auth/*", "/user/login", "/users/login",
-    "/users/sign_in", "/account/login", "/accounts/login", "/admin/login", "/oauth/token", "/oauth2/token", "/token",
-    "/wp-login.php", "/xmlrpc.php",
+    "/login", "/log-in", "/signin", "/sign-in", "/sessions", "/auth/login", "/api/login", "/api/signin",
+    "/api/session", "/api/sessions", "/api/auth/login", "/api/{version}/login", "/api/{version}/auth/login",
+    "/user/login", "/users/login", "/users/sign_in", "/account/login", "/accounts/login", "/admin/login",
+    "/oauth/token", "/oauth2/token", "/token", "/wp-login.php", "/xmlrpc.php",
 )  # fmt: skip
 _LOGIN: Final = tuple(Template.parse(path) for path in _LOGIN_PATHS)
 _MINUTE: Final = timedelta(minutes=1)
@@ -43,17 +43,18 @@ _SCENARIOS: Final = (
     AbuseScenario(
         "botnet",
         "agent",
-        _when(addresses=50, regular=0.8),
-        _MINUTE,
+        _when(addresses=50),
+        10 * _MINUTE,
         _steps(("block", 30)),
         templates=_LOGIN,
+        methods=frozenset(["POST"]),
         classes=("login",),
         each=_when(requests=10, regular=0.8),
     ),
     AbuseScenario(
         "scraping",
         "ip",
-        _when(paths=300, requests=400),
+        _when(paths=250),
         10 * _MINUTE,
         _steps(("tighten", 15), ("challenge", 30), ("block", 60)),
     ),

@@ -24,6 +24,7 @@ from headgate._fork import reinit_after_fork
 from headgate._node import node_name
 from headgate.errors import InvalidConfiguration, StoreError
 from headgate.telemetry.decision_log.log import DecisionLog, is_number
+from headgate.telemetry.fleet.abuse_exchange import AbuseExchange
 from headgate.telemetry.fleet.rollups import SECOND_US, ClientRequests, MinuteRollup, SecondRollups, encode
 from headgate.telemetry.pseudonyms import NodePseudonyms, Pseudonymizer
 
@@ -111,6 +112,7 @@ class StatusReporter:
         self._minute = MinuteRollup()
         self._unsent: deque[tuple[str, bytes]] = deque(maxlen=MAX_UNSENT_MINUTES)
         self._reports = 0
+        self._abuse: AbuseExchange | None = None
         self._canary: tuple[str, str, int] | None = None
         """The canary of the policy, the role of this node in it, and the first second that it decided in this role."""
         self._has_decisions = False
@@ -190,11 +192,21 @@ class StatusReporter:
         del gate
         try:
             self.report()
+            self._exchange_abuse()
             if self._on_report is not None:
                 self._on_report()
         except Exception:
             logger.exception("a status report failed; the next one follows in a second")
         return True
+
+    def _exchange_abuse(self) -> None:
+        """Share what the gate counts for scenarios of abuse with other nodes."""
+        watch = getattr(self._gate(), "abuse", None)
+        if watch is None:
+            return
+        if self._abuse is None:
+            self._abuse = AbuseExchange(watch, self._store, self._run)
+        self._abuse.exchange()
 
     def __enter__(self) -> Self:
         return self
