@@ -161,7 +161,7 @@ class GroupTable:
         self._start_us = self._end_us = 0
         """The times that count for the current pane; earlier ones for delayed requests."""
         needs_all = "newcomers" in self._plan.sets
-        self._promote_at = 1 if needs_all else min(MAX_EARLY, max(2, self._plan.least_requests // 4))
+        self._promote_at = 1 if needs_all else min(MAX_EARLY, max(2, self._plan.least_requests // 8))
         self._cells = bytearray(CELLS)
         self._group_of = _group_function(scenario.by, detector)
         self._kind = None if scenario.by in ADDRESS_GROUPS else scenario.by
