@@ -51,7 +51,9 @@ SPREAD: Final = (30, 100, 250)
 MAX_REQUESTS: Final = 1_200
 BOT: Final = "python-requests/2.31"
 AGENTS: Final = [f"Mozilla/5.0 (browser {number})" for number in range(12)]
-ATTACK_PATHS: Final = re.compile(r"/(wp-login|xmlrpc|wp-admin|administrator|admin|user/register|register)", re.I)
+ATTACK_PATHS: Final = re.compile(
+    r"/(wp-login|xmlrpc|wp-admin|administrator|admin|user/register|register)", re.IGNORECASE
+)
 MIN_PROBES: Final = 20
 
 
@@ -113,14 +115,14 @@ def legitimate(rng: random.Random, start_us: int) -> Iterator[list[LabelledReque
     """Clients that are not attackers, in 40 minutes; some of them resemble one."""
     length_us = 4 * ATTACK_US
 
-    def request(at_us: float, address: str, agent: str, method: str, path: str, status: int, key: str | None = None):  # type: ignore[no-untyped-def]  # noqa: E501
+    def request(at_us: float, address: str, agent: str, method: str, path: str, status: int, key: str | None = None):  # type: ignore[no-untyped-def]
         return LabelledRequest(start_us + int(at_us), key or address, address, agent, method, path, status, None, key)
 
     for person in range(600):  # people read pages with their assets, and some sign in
         address, agent, at, rows = f"172.16.{person // 200}.{person % 200}", rng.choice(AGENTS), 0.0, []
         at = rng.random() * length_us
-        for attempt in range(rng.choice([0, 0, 1, 1, 1, 2, 3])):
-            rows.append(request(at + attempt * 9e6 * rng.random(), address, agent, "POST", "/login", 401))
+        failed = [at + attempt * 9e6 * rng.random() for attempt in range(rng.choice([0, 0, 1, 1, 1, 2, 3]))]
+        rows += [request(failed_us, address, agent, "POST", "/login", 401) for failed_us in failed]
         rows.append(request(at + 3e7, address, agent, "POST", "/login", 200))
         for _ in range(int(rng.expovariate(1 / 25))):
             at += rng.expovariate(1 / 20e6)

@@ -4,8 +4,8 @@ It has no clock and no threads: time is that of the requests. A gate passes the 
 `headgate replay` those of a log.
 
 Memory is bounded whatever clients send. A group has a record only after several requests in half a window, which are
-counted in a table of fixed size. If records run out, those with the fewest requests are dropped: random identities have
-the least, so they displace each other, and no real offender.
+counted in a table of fixed size. If records run out, those with the least progress towards the thresholds are dropped:
+random identities displace each other, and no real offender.
 """
 
 from __future__ import annotations
@@ -213,9 +213,9 @@ class GroupTable:
                 self._check(key, record, at_us)
 
     def shared_rows(self) -> list[SharedRow]:
-        """The groups with the most requests, for other nodes."""
+        """The groups with the most progress, for other nodes."""
         rows = []
-        for key, record in heapq.nlargest(MAX_SHARED, self.records.items(), key=lambda item: item[1].total):
+        for key, record in heapq.nlargest(MAX_SHARED, self.records.items(), key=lambda item: item[1].progress):
             window = record.window(self.pane)
             if window is not None:
                 rows.append((self._name_hash(key, record), self.pane, window))
@@ -256,7 +256,7 @@ class GroupTable:
             return None
         if len(self.records) >= self.max_records:
             kept = int(self.max_records * KEPT_SHARE)
-            self.records = dict(heapq.nlargest(kept, self.records.items(), key=lambda item: item[1].total))
+            self.records = dict(heapq.nlargest(kept, self.records.items(), key=lambda item: item[1].progress))
         record = self.records[key] = self._plan.new_record(self.pane, early)
         return record
 

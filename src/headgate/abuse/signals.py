@@ -115,6 +115,11 @@ class GroupRecord:
         """All requests in the window."""
         return self.requests + self.past_requests + self.early + self.past_early
 
+    @property
+    def progress(self) -> int:
+        """The distinct values of the first signal that counts some, else the requests."""
+        return (self.bits[0] | self.past_bits[0]).bit_count() if self.bits else self.total
+
     def turn(self, pane: int) -> None:
         """Begin another pane."""
         if pane == self.pane + 1:
