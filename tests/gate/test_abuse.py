@@ -161,6 +161,36 @@ def test_wsgi_passes_the_status() -> None:
     middleware.gate.close()
 
 
+def test_botnet_is_blocked_within_15_seconds_and_others_with_its_user_agent_are_not(
+    open_gate: Callable[..., Gate],
+) -> None:
+    clock, agent = FakeClock(START_US), {"user-agent": "Mozilla/5.0 (popular)"}
+    gate = open_gate(policy_of("on"), clock=clock)
+    bots, people = [f"10.0.{bot >> 8}.{bot & 255}" for bot in range(500)], [f"192.0.2.{person}" for person in range(50)]
+    passed: list[int] = []
+    for second in range(60):
+        for bot in bots:
+            passed += [second] * (serve(gate, FakeRequest("/api/login", "POST", peer=bot, headers=agent), 401) == 401)
+        for person in people[second % 7 :: 7]:
+            assert serve(gate, FakeRequest("/api/login", "POST", peer=person, headers=agent)) == 200
+        gate.flush_events()
+        clock.advance(1)
+    assert max(passed) < 15
+    blocked = {value for _, kind, value in found(gate) if kind == "ip"}
+    assert blocked == {*bots}
+
+
+def test_allowed_clients_are_found_and_not_acted_against(open_gate: Callable[..., Gate]) -> None:
+    settings = {"scenarios": {"credential-stuffing": {"steps": "block for 1 hour"}}, "allow": [{"ip": ATTACKER}]}
+    gate = open_gate(policy_of(abuse=settings))
+    for _ in range(30):
+        assert serve(gate, FakeRequest("/login", "POST", peer=ATTACKER), 401) == 401
+        serve(gate, FakeRequest("/login", "POST", peer=VICTIM), 401)
+        gate.flush_events()
+    assert len(found(gate)) == 2
+    assert serve(gate, FakeRequest("/login", "POST", peer=VICTIM), 401) == 403
+
+
 # ------------------------------------------------------------------ several nodes
 
 

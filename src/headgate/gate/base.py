@@ -854,7 +854,7 @@ class GateBase:
             self.abuse = AbuseWatch(
                 blake2b(key.encode() if isinstance(key, str) else key, person=b"headgate abuse").digest(),
                 is_trusted_key=lambda api_key: self.active_policy.snapshot.is_trusted_key(api_key),
-                handle=self.actions.apply,
+                handle=lambda finding, scenario: self.actions.apply(finding, scenario),
             )
             self._events.request_observer = self.abuse
             self._is_observed = True
