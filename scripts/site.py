@@ -47,6 +47,7 @@ HOW_TO = {
         "metrics",
         "decision-log",
         "anomalies",
+        "growth",
         "sizing",
     ],
     "Development": ["testing", "migrating", "contributing"],

@@ -71,6 +71,11 @@ OPTIONS = (
     ),
     option("--webhook-secret-file", metavar="FILE", help="file with the secret that signs these messages"),
     option(
+        "--customers",
+        metavar="FILE",
+        help="TOML file of customers to notify of their own anomalies, by email, Slack or webhook",
+    ),
+    option(
         "--usage-thresholds",
         metavar="PERCENTS",
         help="report accounts that have used so much of their allowance; default: as set before, at first 50,80,100",
@@ -143,6 +148,8 @@ def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
         service = AdminService(store, log=log, secret=secret, anomalies=AnomalyLog(store), ledger=ledger, **fleet)
         same = {name: getattr(arguments, name) for name in ("host", "port", "cert", "key", "behind_tls")}
         watchers = [*_watchers(arguments, fleet, store, ledger), *service.watchers()]
+        if arguments.customers is not None:
+            watchers.append(_customer_notifier(arguments, store, service, secret))
         server = AdminServer(service, tokens, names=arguments.name, proxies=arguments.proxy, watchers=watchers, **same)
         if arguments.behind_tls and not arguments.proxy:
             err.print(
@@ -211,6 +218,15 @@ def _watchers(arguments: Namespace, fleet: dict[str, Any], store: Any, ledger: L
 
         watchers.append(UsageNotifier(ledger, webhook))
     return watchers
+
+
+def _customer_notifier(arguments: Namespace, store: Any, service: Any, secret: bytes | None) -> Any:
+    if arguments.store is None:
+        raise InvalidInput("--customers needs --store, which has the traffic of the nodes")
+    from headgate.control.customers.notifier import CustomerNotifier
+    from headgate.control.customers.settings import read_customers
+
+    return CustomerNotifier(read_customers(arguments.customers), store, service, secret=secret)
 
 
 def _welcome(server: Any, tokens: Any, err: Terminal, directory: Path) -> None:

@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from datetime import UTC, datetime
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from sqlalchemy import select, update
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from headgate.clock import Clock
 
-__all__ = ["SIGNATURE_HEADER", "Webhook", "WebhookEvent", "WebhookQueue", "sign", "verify"]
+__all__ = ["SIGNATURE_HEADER", "EventSender", "Webhook", "WebhookEvent", "WebhookQueue", "opener", "sign", "verify"]
 
 logger = logging.getLogger("headgate")
 
@@ -113,50 +113,17 @@ class WebhookQueue(NamedTuple):
     """The event of a row."""
 
 
-class Webhook:
-    """A URL that receives events, such as those of an `AnomalyDetector`."""
+class EventSender:
+    """Delivers the events of a queue, each until it is accepted or too old. A subclass sends one event."""
 
-    def __init__(self, url: str, secret: str | bytes, *, timeout: float = 10.0) -> None:
-        """`secret` signs the requests: at least 16 bytes, shared with the receiver."""
-        parts = urlsplit(url)
-        try:
-            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # of the port
-            is_url = False
-        if not is_url or not url.isascii() or not url.isprintable() or " " in url:
-            raise InvalidConfiguration("invalid webhook URL; it must start with http:// or https://")
-        if parts.username is not None or parts.password is not None:
-            raise InvalidConfiguration("the webhook URL must not contain a password; requests are signed instead")
-        given = secret.encode() if isinstance(secret, str) else secret
-        if len(given) < MIN_SECRET_BYTES:
-            raise InvalidConfiguration(f"the webhook secret is too short; use at least {MIN_SECRET_BYTES} random bytes")
-        self._url = url
-        self._secret = given
-        self._timeout = timeout
-        self._opener = _opener(parts.hostname or "")
-        self._is_failing = False
-
-    def __repr__(self) -> str:
-        return f"Webhook({urlsplit(self._url).hostname!r})"
+    _timeout: float
+    _receiver: ClassVar[str] = "the webhook"
+    """The name of the receiver in the log."""
+    _is_failing = False
 
     def send(self, event: WebhookEvent, *, now_us: int) -> None:
-        """Send one request. Raises OSError if it is not accepted."""
-        at = datetime.fromtimestamp(event.at_us / 1_000_000, UTC).isoformat()
-        body = json.dumps({"type": event.type, "id": event.id, "at": at, **event.content}).encode()
-        headers = {
-            "Content-Type": "application/json",
-            "User-Agent": "headgate",
-            "Headgate-Event": event.type,
-            EVENT_ID_HEADER: event.id,
-            SIGNATURE_HEADER: sign(body, self._secret, at=now_us // 1_000_000),
-        }
-        request = urllib.request.Request(self._url, body, headers, method="POST")
-        try:
-            with self._opener.open(request, timeout=self._timeout) as response:
-                response.read(1024)  # the content does not matter
-        except urllib.error.HTTPError as error:
-            with error:
-                raise WebhookRejected(error.code) from None
+        """Send one event. Raises OSError if it is not accepted."""
+        raise NotImplementedError
 
     def deliver(self, queue: WebhookQueue, engine: Engine, clock: Clock) -> int:
         """Send all due events. Returns how many were accepted."""
@@ -170,7 +137,7 @@ class Webhook:
                 accepted += 1
                 _update(queue, engine, row.id, delivered_us=clock.now_us(), next_us=None, error=None)
                 if self._is_failing:
-                    logger.warning("the webhook accepts requests again")
+                    logger.warning("%s accepts requests again", self._receiver)
                 self._is_failing = False
         return accepted
 
@@ -182,7 +149,7 @@ class Webhook:
             except ConfigUnavailable:
                 pass  # logged by those who write the events; delivery continues later
             except Exception:  # keep running
-                logger.exception("webhook delivery failed")
+                logger.exception("the delivery of events failed")
 
     def _claim_due(self, queue: WebhookQueue, engine: Engine, now_us: int) -> list[Any]:
         """The rows to send now, reserved so that no other process sends them meanwhile."""
@@ -209,11 +176,56 @@ class Webhook:
         # The message may contain the response: escape it, so that it cannot forge log lines.
         reason = ascii(str(error) or type(error).__name__)[1:-1][:200]
         if not self._is_failing:
-            logger.warning("the webhook did not accept an event: %s; retrying for up to a day", reason)
+            logger.warning("%s did not accept an event: %s; retrying for up to a day", self._receiver, reason)
         self._is_failing = True
         is_final = isinstance(error, WebhookRejected) and error.status == HTTP_GONE
         next_us = None if is_final else now_us + round(backoff_s(row.attempts) * 1_000_000)
         _update(queue, engine, row.id, error=reason, next_us=next_us)
+
+
+class Webhook(EventSender):
+    """A URL that receives events, such as those of an `AnomalyDetector`."""
+
+    def __init__(self, url: str, secret: str | bytes, *, timeout: float = 10.0) -> None:
+        """`secret` signs the requests: at least 16 bytes, shared with the receiver."""
+        parts = urlsplit(url)
+        try:
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # of the port
+            is_url = False
+        if not is_url or not url.isascii() or not url.isprintable() or " " in url:
+            raise InvalidConfiguration("invalid webhook URL; it must start with http:// or https://")
+        if parts.username is not None or parts.password is not None:
+            raise InvalidConfiguration("the webhook URL must not contain a password; requests are signed instead")
+        given = secret.encode() if isinstance(secret, str) else secret
+        if len(given) < MIN_SECRET_BYTES:
+            raise InvalidConfiguration(f"the webhook secret is too short; use at least {MIN_SECRET_BYTES} random bytes")
+        self._url = url
+        self._secret = given
+        self._timeout = timeout
+        self._opener = opener(parts.hostname or "")
+
+    def __repr__(self) -> str:
+        return f"Webhook({urlsplit(self._url).hostname!r})"
+
+    def send(self, event: WebhookEvent, *, now_us: int) -> None:
+        """Send one request. Raises OSError if it is not accepted."""
+        at = datetime.fromtimestamp(event.at_us / 1_000_000, UTC).isoformat()
+        body = json.dumps({"type": event.type, "id": event.id, "at": at, **event.content}).encode()
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": "headgate",
+            "Headgate-Event": event.type,
+            EVENT_ID_HEADER: event.id,
+            SIGNATURE_HEADER: sign(body, self._secret, at=now_us // 1_000_000),
+        }
+        request = urllib.request.Request(self._url, body, headers, method="POST")
+        try:
+            with self._opener.open(request, timeout=self._timeout) as response:
+                response.read(1024)  # the content does not matter
+        except urllib.error.HTTPError as error:
+            with error:
+                raise WebhookRejected(error.code) from None
 
 
 def backoff_s(attempts: int) -> float:
@@ -230,14 +242,8 @@ class WebhookRejected(OSError):
         self.status = status
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Treats redirects as errors, so that nothing is sent to another host."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def _opener(host: str) -> urllib.request.OpenerDirector:
+def opener(host: str) -> urllib.request.OpenerDirector:
+    """An opener for one host that follows no redirects, so that nothing is sent to another one."""
     handlers: list[Any] = [_NoRedirects()]
     try:
         is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -246,6 +252,13 @@ def _opener(host: str) -> urllib.request.OpenerDirector:
     if is_local:  # do not use a proxy
         handlers.append(urllib.request.ProxyHandler({}))
     return urllib.request.build_opener(*handlers)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Treats redirects as errors, so that nothing is sent to another host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 def _update(queue: WebhookQueue, engine: Engine, id: str, **values: Any) -> None:

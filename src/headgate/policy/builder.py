@@ -97,7 +97,21 @@ class Builder:
             section, path = entry.fields["abuse"], entry.at("abuse")
             settings["abuse"] = build_abuse_settings(section, path, self._problems, self._warnings, self._identity)
         ledger = model.LedgerSettings(**entry.fields["quotas"].fields) if "quotas" in entry.fields else made.ledger
+        settings["raises"] = self._raises()
         return replace(made, lists=self._lists(drafts, blocked), ledger=ledger, **settings, **named)
+
+    def _raises(self) -> dict[str, model.GrowthTerms]:
+        made = {}
+        for tier, entry in self._entry.get("tiers", {}).items():
+            terms = entry.get("raise")
+            if terms is None:
+                continue
+            missing = [name for name in ("factor", "for") if name not in terms.fields]
+            if missing and not terms.broken:
+                terms.report(missing[0], "a raise needs a factor and a duration, like {factor: 3, for: 24 hours}")
+            elif not terms.broken:
+                made[tier] = model.GrowthTerms(terms.get("factor"), terms.get("for"))
+        return made
 
     def _all_routes(self) -> list[tuple[model.RouteRule, Path]]:
         made = []

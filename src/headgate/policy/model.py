@@ -353,6 +353,15 @@ class LedgerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class GrowthTerms:
+    """The bound within which limits of a tier's clients are raised by themselves; see docs/growth.md."""
+
+    factor: int
+    """The highest limit, as a multiple of the tier's."""
+    duration: timedelta
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """A whole policy."""
 
@@ -373,6 +382,8 @@ class Policy:
     """The concurrency limit of each process; None for no limit."""
     abuse: AbuseSettings | None = None
     """The scenarios that detect attacks; None for none."""
+    raises: Mapping[str, GrowthTerms] = field(default_factory=dict)
+    """By tier; the limits of others are never raised automatically."""
     on_failure: RouteMode = "open"
     """For routes and rules without a failure mode."""
     name: str = "policy"

@@ -392,8 +392,23 @@ NUMBERS: Final = OneOf(
 BY_NAME: Final = MapOf(NAME, NUMBERS, '{search: "1000/minute"}')
 BY_TIER: Final = MapOf(NAME, NUMBERS, '{pro: "1000/minute"}')
 
+_GROWTH: Final = Struct(
+    "a raise",
+    {
+        "factor": Field(_whole(2, 10, example=3), "The most that a limit is raised to, as a multiple of the tier's."),
+        "for": Field(
+            _text(scalars.duration_between(timedelta(minutes=10), timedelta(days=30), example="24 hours"), "24 hours"),
+            "How long a raise lasts.",
+        ),
+    },
+    example="like {factor: 3, for: 24 hours}",
+)
 TIER: Final = Struct(
-    "a tier", {"limits": Field(BY_NAME, "The numbers of this tier, by the names of limits or of route classes.")}
+    "a tier",
+    {
+        "limits": Field(BY_NAME, "The numbers of this tier, by the names of limits or of route classes."),
+        "raise": Field(_GROWTH, "Raises the limits of its clients for a time when people use them much more."),
+    },
 )
 
 

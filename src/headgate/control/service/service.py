@@ -13,6 +13,7 @@ from headgate.control.service.canaries import CanaryService
 from headgate.control.service.clients import ClientService
 from headgate.control.service.dependencies import ServiceDependencies, TopicService
 from headgate.control.service.errors import hide_address, log_and_summarize
+from headgate.control.service.growth import GrowthService
 from headgate.control.service.ledger import LedgerService
 from headgate.control.service.listing import MAX_SEARCH_LENGTH, check_page
 from headgate.control.service.models import Actor, AuditEntry, Overview, Page
@@ -142,6 +143,7 @@ class AdminService:
         self.scripts = ScriptService(deps)
         self.ledger = LedgerService(deps, ledger)
         self.suggestions = SuggestionService(deps)
+        self.growth = GrowthService(deps, self.clients, self.overrides, secret)
 
     def watchers(self) -> list[CanaryEvaluator]:
         """The background work of an admin server: it evaluates canaries if it can see the nodes."""

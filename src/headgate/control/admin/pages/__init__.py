@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Final
 from fastapi import APIRouter
 from starlette.staticfiles import StaticFiles
 
-from headgate.control.admin.pages import access, blocks, clients, ledger, lists, overview, policy, regions, suggestions
+from headgate.control.admin.pages import (
+    access,
+    blocks,
+    clients,
+    ledger,
+    limit_requests,
+    lists,
+    overview,
+    policy,
+    regions,
+    suggestions,
+)
 from headgate.control.admin.pages.base import STATIC, PageRenderer
 
 if TYPE_CHECKING:
@@ -30,6 +41,7 @@ READS: Final[dict[str, Handler]] = {
     "/policy/suggestions": suggestions.suggestions,
     "/policy/versions": policy.versions,
     "/policy/versions/{version:int}": policy.version,
+    "/requests": limit_requests.show_requests,
     "/regions": regions.regions,
     "/regions/live": regions.live,
     "/ledger": lists.show_list,
@@ -50,6 +62,8 @@ WRITES: Final[dict[str, Handler]] = {
     "/overrides/{id:int}/remove": clients.remove_override,
     "/blocks": blocks.add_block,
     "/blocks/{id:int}/remove": blocks.remove_block,
+    "/requests/{id}/approve": limit_requests.approve,
+    "/requests/{id}/decline": limit_requests.decline,
     "/policy/edit": policy.put,
     "/policy/canary/promote": policy.promote,
     "/policy/canary/rollback": policy.rollback_canary,
@@ -69,6 +83,8 @@ PUBLIC: Final[tuple[tuple[str, str, PublicHandler], ...]] = (
     ("POST", "/login", access.sign_in),
     ("GET", "/enter", access.enter),
     ("POST", "/logout", access.sign_out),
+    ("GET", "/limit-request/{token}", limit_requests.request_form),
+    ("POST", "/limit-request/{token}", limit_requests.send_request),
 )
 """Pages that do not require a session."""
 

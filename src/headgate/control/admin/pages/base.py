@@ -44,6 +44,7 @@ MENU: Final[tuple[tuple[str, str, Role], ...]] = (
     ("/clients", "Clients", "viewer"),
     ("/overrides", "Overrides", "viewer"),
     ("/blocks", "Blocks", "viewer"),
+    ("/requests", "Requests", "viewer"),
     ("/policy", "Policy", "viewer"),
     ("/regions", "Regions", "viewer"),
     ("/ledger", "Ledger", "viewer"),
