@@ -344,7 +344,7 @@ def test_smtp_without_tls_is_chosen_deliberately() -> None:
 
 def test_the_file_in_the_docs_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[3] / "docs" / "growth.md").read_text("utf-8")
-    (tmp_path / "customers.toml").write_text(page.partition("```ini\n")[2].partition("```")[0])
+    (tmp_path / "customers.toml").write_text(page.partition("```text\n")[2].partition("```")[0])
     for name in ("SMTP_PASSWORD", "ACME_SECRET"):
         monkeypatch.setenv(name, "sixteen bytes or more")
     monkeypatch.setenv("ACME_SLACK_URL", "https://hooks.slack.example/services/x")
