@@ -36,7 +36,6 @@ _STEPS_PER_FACTOR: Final = 20.0
 """Buckets of the latency histogram per factor of e: 5 % wide."""
 _ORDER_US: Final = 2_000_000
 """Time after which all requests that were admitted at an instant are known."""
-_MAX_PENDING: Final = 200_000
 _SECONDS_PER_MONTH: Final = 30 * 86_400
 
 
@@ -254,8 +253,6 @@ class _Simulation:
                 # Its windows are those of the server's clock.
                 skew_us = self._shards[node.engine.store.shard_of(key)].skew_us
             self._pending.append((at_us + skew_us, key.limit.name, key.identity, cost))
-        if len(self._pending) > _MAX_PENDING:
-            self._flush()
 
     def _retry(self, number: int, check: Check, node: SimulatedNode, attempt: int, decision: Any) -> None:
         retries = self._scenario.traffic[number].retries
@@ -285,6 +282,7 @@ class _Simulation:
         self._pending = pending[end:]
 
     def _sample(self, progress: Callable[[float], None]) -> None:
+        self._flush()
         calls = sum([node.store_calls for node in self._nodes])
         self._samples.append(
             (calls, [shard.calls for shard in self._shards], [shard.busy_ns for shard in self._shards])
