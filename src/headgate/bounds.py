@@ -92,9 +92,13 @@ def lost_data(limit: Limit, times: int) -> int:
     return times * limit.capacity
 
 
-def regions(limit: Limit, count: int) -> int:
-    """The bound of a region mode for so many regions in one period, whatever fails."""
-    return (count - 1) * most_in_one_period(limit) if limit.region in ("regional", "reconciled") else 0
+def regions(limit: Limit, count: int, span_us: int | None = None) -> int:
+    """The bound of a region mode for so many regions, whatever fails: in one period, or, of a bucket, in a span."""
+    if limit.region not in ("regional", "reconciled"):
+        return 0
+    if span_us is None or limit.algorithm in _WINDOWS:
+        return (count - 1) * most_in_one_period(limit)
+    return (count - 1) * (limit.capacity + _refill(limit, span_us))
 
 
 def connected_regions(limit: Limit, count: int) -> int:

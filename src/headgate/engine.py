@@ -152,8 +152,8 @@ class Engine:
         self.router: Any = None
         """Translates limits with a region mode; None without regions."""
         if known_regions is not None:
-            opener = _ClientOpener(known_regions, self.store, clock, default_clock, escape(namespace))
-            self.worker = RegionWorker(known_regions, opener)
+            opener = self._region_clients(known_regions, clock, default_clock, escape(namespace))
+            self.worker = RegionWorker(known_regions, opener, runtime=runtime)
             self.router = RegionRouter(known_regions, self.worker, (clock or default_clock).now_us)
         self.home: Any = None
         """The engine of the home region's store; None without regions, and in the home region itself."""
@@ -164,6 +164,7 @@ class Engine:
                 "namespace": namespace,
                 "on_failure": on_failure,
                 "on_event": on_event,
+                "runtime": runtime,
                 **local,
             }
             self.home = type(self)(known_regions.home_url, budget=central_budget, **options)
@@ -182,6 +183,10 @@ class Engine:
 
     def _open_store(self, url: Any, **options: Any) -> Any:
         return open_store(url, **options)
+
+    def _region_clients(self, regions: Regions, *options: Any) -> Callable[[str], RegionClient]:
+        """A function that opens the client of a region's store, for background work."""
+        return _ClientOpener(regions, self.store, *options)
 
     def disconnect_store(self) -> None:
         """Answer by the failure mode from now on, as if the store were unavailable: for tests."""

@@ -7,6 +7,7 @@ time.
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +15,7 @@ from headgate._interrupts import BackgroundThread, InterruptSafeEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Executor
 
 __all__ = ["SYSTEM", "Runtime"]
 
@@ -43,6 +45,10 @@ class Runtime:
             return BackgroundThread(name, target, *args)
         except RuntimeError:
             return None
+
+    def new_executor(self, name: str, workers: int) -> Executor:
+        """An executor for calls that wait for each other."""
+        return ThreadPoolExecutor(workers, thread_name_prefix=name)
 
     def start_worker(self, name: str, steps: Iterator[float], wakeup: Any) -> Any:
         """Run steps in the background, each of which yields the seconds until the next; `wakeup` ends a wait."""

@@ -139,7 +139,7 @@ def test_overshoot_of_an_outage_is_reported_with_its_bound(mode: str, bound: str
     )
     scenario, time, events = read_scenario(text), VirtualTime(), []
     shard = SimulatedShard(0, time, scenario.store)
-    node = SimulatedNode(0, scenario, [shard], Random(1))
+    node = SimulatedNode(0, scenario, {"": [shard]}, Random(1))
     node.engine.local.event_emitter.add_listener(events.append)
     check = Check((scenario.limits["api"].by("ada"),), 1)
 

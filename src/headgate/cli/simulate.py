@@ -30,7 +30,7 @@ __all__ = ["OPTIONS", "run"]
 OPTIONS = (
     option("file", metavar="SCENARIO", help="scenario file: .yaml, .yml, .toml or .json"),
     option("--seed", metavar="N", type=int, help="seed, in place of that of the scenario"),
-    option("--scale", metavar="N", type=int, help="simulate one part in N of the fleet and its traffic"),
+    option("--scale", metavar="N", type=int, help="simulate one part in N, in place of the scale of the scenario"),
     option("--html", metavar="FILE", help="write a page with plots to FILE"),
     JSON,
 )
@@ -41,13 +41,11 @@ def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
         from headgate.simulation.scenario import load_scenario
         from headgate.simulation.simulation_page import simulation_page
         from headgate.simulation.simulator import simulate
-    scenario = load_scenario(arguments.file)
+    if arguments.scale is not None and arguments.scale < 1:
+        raise InvalidInput(f"--scale {arguments.scale}: give a whole number of at least 1")
+    scenario = load_scenario(arguments.file, scale=arguments.scale)
     if arguments.seed is not None:
         scenario = replace(scenario, seed=arguments.seed)
-    if arguments.scale is not None:
-        if arguments.scale < 1:
-            raise InvalidInput(f"--scale {arguments.scale}: give a whole number of at least 1")
-        scenario = scenario.scaled(arguments.scale)
     result = simulate(scenario, _show_progress if sys.stderr.isatty() else lambda share: None)
     if arguments.html is not None:
         try:
@@ -90,7 +88,7 @@ def _lines(result: SimulationResult, out: Terminal) -> Iterator[str]:
     yield ""
     loads = [
         [
-            f"{each.shard}",
+            each.name,
             f"{each.calls_per_s:,.0f}",
             f"{each.peak_calls_per_s:,}",
             f"{each.cpu:.1%}",

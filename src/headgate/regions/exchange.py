@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
@@ -28,10 +27,11 @@ from headgate.regions.reconciled import (
     parse_totals,
 )
 from headgate.regions.report import MAX_STATUS_AGE_US, WorkerStatus
+from headgate.runtime import SYSTEM, Runtime
 from headgate.stores.operations import Check, Leave, Refund, Reset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from headgate.keys import Key
     from headgate.stores.redis.region_client import ChangePage, RegionClient
@@ -62,13 +62,13 @@ class RegionExchange:
         clients: Mapping[str, RegionClient],
         *,
         counter: AdmissionCounter | None = None,
-        monotonic: Callable[[], float] = time.monotonic,
+        runtime: Runtime = SYSTEM,
     ) -> None:
         self.own, self.clients = own, dict(clients)
         self.counter = counter or AdmissionCounter()
         self.last_read: dict[str, float] = {}
         """When each other region was last read, on the monotonic clock."""
-        self._monotonic = monotonic
+        self._monotonic = runtime.monotonic
         self._process = uuid4().hex
         self._outbox: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_MESSAGES)
         self._imports: dict[str, _Imports] = {}
@@ -77,7 +77,7 @@ class RegionExchange:
         """Readings of other regions that were begun."""
         self._unreachable: set[str] = set()
         """Regions whose last reading failed."""
-        self._executor = ThreadPoolExecutor(max(1, len(self.others)), thread_name_prefix="headgate-region")
+        self._executor = runtime.new_executor("headgate-region", max(1, len(self.others)))
         self._exchanges = 0
         self._now_us = 0  # by the clock of the own store, at the last exchange
 

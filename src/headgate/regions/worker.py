@@ -1,4 +1,4 @@
-"""The background work of a limiter with regions: one thread exchanges usage and messages, another leases tokens.
+"""The background work of a limiter with regions: one worker exchanges usage and messages, another leases tokens.
 
 They start with the first request that needs them, and end with the limiter: neither keeps one alive that is not used
 any more.
@@ -7,20 +7,19 @@ any more.
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._fork import reinit_after_fork
-from headgate._interrupts import BackgroundThread, InterruptSafeEvent
 from headgate.errors import StoreError
 from headgate.regions.exchange import RegionExchange
 from headgate.regions.reconciled import AdmissionCounter
 from headgate.regions.reserved import Demand
 from headgate.regions.reserved_agent import ReservedAgent
+from headgate.runtime import SYSTEM, Runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from headgate.regions.model import Regions
     from headgate.stores.redis.region_client import RegionClient
@@ -46,8 +45,9 @@ class RegionWorker:
         open_client: Callable[[str], RegionClient],
         *,
         interval_s: float = EXCHANGE_INTERVAL_S,
+        runtime: Runtime = SYSTEM,
     ) -> None:
-        self.regions, self.interval_s = regions, interval_s
+        self.regions, self.interval_s, self.runtime = regions, interval_s, runtime
         self.counter = AdmissionCounter()
         self._open_client = open_client
         self._is_closed, self._deadline = False, 0.0
@@ -55,17 +55,18 @@ class RegionWorker:
         reinit_after_fork(self)
 
     def reset_after_fork(self) -> None:
-        """A child has neither the threads nor the clients of its parent."""
+        """A child has neither the workers nor the clients of its parent."""
         self.demand = Demand()
         self.exchange: RegionExchange | None = None
         self.agent: ReservedAgent | None = None
-        self._threads: dict[str, tuple[BackgroundThread, InterruptSafeEvent]] = {}
+        self._running: dict[str, tuple[Any, Any]] = {}
+        """Workers by name, with the events that wake them."""
 
     def ensure_exchange(self) -> RegionExchange:
         """The exchange, which runs from now on."""
         if self.exchange is None:
             clients = {name: self._open_client(name) for name in self.regions.names}
-            self.exchange = RegionExchange(self.regions.own, clients, counter=self.counter)
+            self.exchange = RegionExchange(self.regions.own, clients, counter=self.counter, runtime=self.runtime)
         self._start("exchange", _run_exchange)
         return self.exchange
 
@@ -73,46 +74,52 @@ class RegionWorker:
         """Lease tokens for reserved limits from now on."""
         if self.agent is None:
             own, home = self._open_client(self.regions.own), self._open_client(self.regions.home)
-            self.agent = ReservedAgent(own, home, self.demand, regions=len(self.regions.names))
+            monotonic, count = self.runtime.monotonic, len(self.regions.names)
+            self.agent = ReservedAgent(own, home, self.demand, regions=count, monotonic=monotonic)
         event = self._start("leases", _run_agent)
         self.demand.wake = event.set
 
     def close(self) -> None:
-        """Stop the threads, after they have shared what was admitted; see `is_stopping`."""
-        self._is_closed, self._deadline = True, time.monotonic() + CLOSE_TIMEOUT_S
-        for _, event in self._threads.values():
+        """Stop the workers, after they have shared what was admitted; see `is_stopping`."""
+        self._is_closed, self._deadline = True, self.runtime.monotonic() + CLOSE_TIMEOUT_S
+        for _, event in self._running.values():
             event.set()
 
     @property
     def is_stopping(self) -> bool:
-        """True after `close`, while threads are running; at most for `CLOSE_TIMEOUT_S`."""
-        return self._is_closed and self.is_running and time.monotonic() < self._deadline
+        """True after `close`, while workers are running; at most for `CLOSE_TIMEOUT_S`."""
+        return self._is_closed and self.is_running and self.runtime.monotonic() < self._deadline
 
     @property
     def is_running(self) -> bool:
-        """True while a thread is running, other than the caller's."""
-        return any(thread.is_alive and not thread.is_current for thread, _ in self._threads.values())
+        """True while a worker is running, other than the caller."""
+        return any(
+            worker is not None and worker.is_alive and not worker.is_current for worker, _ in self._running.values()
+        )
 
     @property
     def is_closed(self) -> bool:
         return self._is_closed
 
-    def _start(self, name: str, run: Callable[..., Any]) -> InterruptSafeEvent:
-        running = self._threads.get(name)
-        if (running is None or not running[0].is_alive) and not self._is_closed:
-            event = InterruptSafeEvent()
-            thread = BackgroundThread(f"headgate-{name}", run, weakref.ref(self, lambda _: event.set()), event)
-            running = self._threads[name] = thread, event
-        return running[1] if running is not None else InterruptSafeEvent()
+    def _start(self, name: str, run: Callable[..., Iterator[float]]) -> Any:
+        """Start a worker that is not running; returns the event that wakes it."""
+        worker, event = self._running.get(name, (None, None))
+        if (worker is None or not worker.is_alive) and not self._is_closed:
+            event = self.runtime.new_event()
+            steps = run(weakref.ref(self, lambda _: event.set()))
+            self._running[name] = self.runtime.start_worker(f"headgate-{name}", steps, event), event
+        return event if event is not None else self.runtime.new_event()
 
 
-def _run_exchange(reference: weakref.ref[RegionWorker], event: InterruptSafeEvent) -> None:
+def _run_exchange(reference: weakref.ref[RegionWorker]) -> Iterator[float]:
     wait_s, exchange = 0.0, None
-    while not event.wait(wait_s):
+    while True:
+        yield wait_s
         worker = reference()
         if worker is None or worker.is_closed:
             break
-        exchange, next_at = worker.exchange, time.monotonic() + worker.interval_s
+        exchange, monotonic = worker.exchange, worker.runtime.monotonic
+        next_at = monotonic() + worker.interval_s
         held = {} if worker.agent is None else worker.agent.held()
         del worker
         if exchange is not None:
@@ -121,22 +128,23 @@ def _run_exchange(reference: weakref.ref[RegionWorker], event: InterruptSafeEven
                 exchange.publish(held)
             except StoreError as error:
                 logger.warning("region %s: no exchange: %s", exchange.own, error)
-        wait_s = max(MIN_PAUSE_S, next_at - time.monotonic())
+        wait_s = max(MIN_PAUSE_S, next_at - monotonic())
     if exchange is not None:
         exchange.close()
 
 
-def _run_agent(reference: weakref.ref[RegionWorker], event: InterruptSafeEvent) -> None:
+def _run_agent(reference: weakref.ref[RegionWorker]) -> Iterator[float]:
     wait_s, agent = 0.0, None
     while True:
-        event.wait(wait_s)
-        time.sleep(MIN_AGENT_INTERVAL_S)  # so that many new clients share a run
-        event.clear()
+        yield wait_s
         worker = reference()
         if worker is None or worker.is_closed:
             break
-        agent = worker.agent
+        agent, monotonic = worker.agent, worker.runtime.monotonic
         del worker
+        begin = monotonic() + MIN_AGENT_INTERVAL_S  # so that many new clients share a run
+        while (left_s := begin - monotonic()) > 1e-6:  # less is a rounding error
+            yield left_s
         wait_s = IDLE_INTERVAL_S
         if agent is not None:
             try:

@@ -10,20 +10,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headgate.calendars import Calendar
 from headgate.errors import InvalidInput, InvalidPolicy
-from headgate.limits import DEFAULT_ALGORITHM, Limit
+from headgate.limits import DEFAULT_ALGORITHM, REGION_MODES, Limit
 from headgate.policy import scalars
 from headgate.policy.loader import PolicyProblems, Source, decoded, file_content
 from headgate.policy.schema import NAME, NUMBERS, Field, ListOf, MapOf, OneOf, Scalar, Struct, StructValue
+from headgate.regions.cost import region_cost
+from headgate.regions.model import Regions
+from headgate.regions.routing import counted_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from os import PathLike
 
     from headgate.failure import FailureMode
+    from headgate.regions.cost import RegionCost
 
 __all__ = [
-    "Fault", "NetworkModel", "NodeSettings", "Prices", "Retries", "Scenario", "ServerModel", "TrafficSource",
-    "load_scenario", "read_scenario",
+    "Fault", "NetworkModel", "NodeSettings", "Prices", "RegionLayout", "Retries", "Scenario", "ServerModel",
+    "TrafficSource", "load_scenario", "read_scenario",
 ]  # fmt: skip
 
 MAX_REQUESTS: Final = 200_000_000
@@ -68,6 +72,17 @@ class NetworkModel:
 
 
 @dataclass(frozen=True, slots=True)
+class RegionLayout:
+    """The regions of the fleet. Nodes are spread over them evenly, and each has as many servers."""
+
+    names: tuple[str, ...] = ("",)
+    home: str = ""
+    round_trip_ns: int = 80_000_000
+    """The time of a round trip to another region."""
+    central_budget_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
 class Retries:
     """Clients that send a denied request again."""
 
@@ -90,6 +105,8 @@ class TrafficSource:
     """The exponent of their popularity; 0 for equal clients."""
     is_sticky: bool = False
     """True if a client always reaches the same node."""
+    region: str | None = None
+    """The region whose nodes it reaches; None for all."""
     start_s: float = 0.0
     end_s: float | None = None
     cycle_s: float | None = None
@@ -111,6 +128,8 @@ class Fault:
     for_s: float = 0.0
     shard: int | None = None
     """None for all shards."""
+    region: str | None = None
+    """None for all regions."""
     nodes: float = 1.0
     """The share of the nodes that it concerns."""
     how: str = "hang"
@@ -141,6 +160,7 @@ class Scenario:
     nodes: NodeSettings = field(default_factory=NodeSettings)
     store: ServerModel = field(default_factory=ServerModel)
     network: NetworkModel = field(default_factory=NetworkModel)
+    regions: RegionLayout = field(default_factory=RegionLayout)
     faults: tuple[Fault, ...] = ()
     prices: Prices | None = None
     scale: int = 1
@@ -165,7 +185,7 @@ class Scenario:
             if source.log is not None:
                 raise InvalidInput(f"scale {factor} cannot be applied to the log of {source.name!r}; write scale: 1")
         nodes = self.nodes.count // factor
-        if nodes < 1 or nodes * factor != self.nodes.count:
+        if nodes < len(self.regions.names) or nodes * factor != self.nodes.count:
             raise InvalidInput(f"scale {factor} does not divide the {self.nodes.count} nodes; give a divisor of it")
         single = {limit for source in self.traffic if source.clients == 1 for limit in source.limits}
         several = {limit for source in self.traffic if source.clients > 1 for limit in source.limits}
@@ -199,6 +219,7 @@ def _divided(limit: Limit, factor: int) -> Limit:
         algorithm=limit.algorithm,
         name=limit.name,
         split=limit.split,
+        region=limit.region,
     )
 
 
@@ -215,13 +236,13 @@ def _scaled_shard(shard: int | None, store: ServerModel, factor: int) -> int | N
 # ------------------------------------------------------------------ reading
 
 
-def load_scenario(path: str | PathLike[str]) -> Scenario:
+def load_scenario(path: str | PathLike[str], *, scale: int | None = None) -> Scenario:
     """Load a scenario file (.yaml, .yml, .toml or .json); raise InvalidPolicy, with all mistakes and their places."""
-    return read_scenario(decoded(file_content(path), path), file=str(path))
+    return read_scenario(decoded(file_content(path), path), file=str(path), scale=scale)
 
 
-def read_scenario(text: str, *, file: str = "scenario.yaml") -> Scenario:
-    """Parse the text of a scenario.
+def read_scenario(text: str, *, file: str = "scenario.yaml", scale: int | None = None) -> Scenario:
+    """Parse the text of a scenario. `scale` replaces that of the text.
 
     >>> read_scenario("{duration: 1 s, limits: {api: 10/minute}, traffic: [{limits: api, rat: 5/second}]}")
     Traceback (most recent call last):
@@ -231,7 +252,7 @@ def read_scenario(text: str, *, file: str = "scenario.yaml") -> Scenario:
     source = Source(text, file, None)
     problems = PolicyProblems()
     found = _SCENARIO.read(source.value, (), problems)
-    scenario = _built(found, problems) if not problems else None
+    scenario = _built(found, problems, scale) if not problems else None
     if refusal := source.refusal(problems):
         raise refusal
     if scenario is None:
@@ -323,6 +344,7 @@ _LIMIT: Final = Struct(
         "allows": Field(NUMBERS, "Its numbers."),
         "lease": Field(_scalar(scalars.choice("auto", "always", "never")), "When its tokens are prepaid."),
         "split": Field(_whole(1, 1000, 4), "The number of counters that it is spread over."),
+        "region": Field(_scalar(scalars.choice(*REGION_MODES)), "How the regions share it."),
     },
 )
 _LIMITS: Final = MapOf(
@@ -364,6 +386,15 @@ _NETWORK: Final = Struct(
         "loss": Field(_PART, "Lost messages."),
     },
 )
+_REGIONS: Final = Struct(
+    "regions",
+    {
+        "names": Field(ListOf(NAME, "[eu, us]"), "Their names."),
+        "home": Field(NAME, "The one whose store decides central limits."),
+        "round_trip": Field(_TIME_NS, "The time of a round trip to another region."),
+        "central_budget": Field(_SECONDS, "The time that the home region may take."),
+    },
+)
 _RETRY: Final = Struct(
     "retries",
     {
@@ -384,6 +415,7 @@ _TRAFFIC: Final = Struct(
         "rate": Field(_scalar(_per_second), "Requests of all its clients together."),
         "clients": Field(_whole(1, MAX_CLIENTS, 100_000), "The number of clients."),
         "zipf": Field(_scalar(_number(0, 5, example="1.1")), "The exponent of their popularity."),
+        "region": Field(NAME, "The region that it reaches; all, if not given."),
         "routing": Field(_scalar(scalars.choice("random", "sticky")), "The node that a request reaches."),
         "start": Field(_MOMENT, "When it begins."),
         "end": Field(_SECONDS, "When it ends."),
@@ -400,6 +432,7 @@ _FAULT: Final = Struct(
         "at": Field(_MOMENT, "When."),
         "for": Field(_SECONDS, "For how long."),
         "shard": Field(_whole(0, 999, 0), "The shard; all, if not given."),
+        "region": Field(NAME, "The region; all, if not given."),
         "nodes": Field(_PART, "The part of the nodes."),
         "how": Field(_scalar(scalars.choice("hang", "refuse")), "How a store is down."),
         "factor": Field(_scalar(_number(1, 1e6, example="10")), "How much slower a slow shard is."),
@@ -426,6 +459,7 @@ _SCENARIO: Final = Struct(
         "nodes": Field(_NODES, "The processes."),
         "store": Field(_STORE, "The servers."),
         "network": Field(_NETWORK, "The network."),
+        "regions": Field(_REGIONS, "The regions."),
         "limits": Field(_LIMITS, "The limits."),
         "traffic": Field(ListOf(_TRAFFIC, "[{limits: per-key, rate: 100/second}]"), "The clients."),
         "faults": Field(ListOf(_FAULT, "[{kind: store_down, at: 3 s, for: 2 s}]"), "What fails."),
@@ -434,7 +468,7 @@ _SCENARIO: Final = Struct(
 )
 
 
-def _built(found: StructValue, problems: PolicyProblems) -> Scenario | None:
+def _built(found: StructValue, problems: PolicyProblems, scale: int | None) -> Scenario | None:
     for name in ("duration", "limits", "traffic"):
         if not found.get(name):
             problems.add((), f"{name}: is missing; a scenario has at least duration:, limits: and traffic:")
@@ -456,6 +490,7 @@ def _built(found: StructValue, problems: PolicyProblems) -> Scenario | None:
                 algorithm=numbers.algorithm or DEFAULT_ALGORITHM,
                 name=name,
                 split=options.get("split", 1),
+                region=options.get("region", "regional"),
             )
         except InvalidInput as error:
             problems.add(("limits", name), str(error))
@@ -466,10 +501,13 @@ def _built(found: StructValue, problems: PolicyProblems) -> Scenario | None:
             problems.add(("limits", name), "a simulation is shorter than a calendar period: write one like 1000/hour")
         limits[name] = limit
     duration_s = found.get("duration")
-    traffic = tuple([_source(each, number, limits) for number, each in enumerate(found.get("traffic"), 1)])
+    regions = _region_layout(found.get("regions"), limits)
+    traffic = tuple([_source(each, number, limits, regions) for number, each in enumerate(found.get("traffic"), 1)])
     nodes, store, network = (_fields(found.get(name)) for name in ("nodes", "store", "network"))
     shards = store.get("shards", 1)
-    faults = tuple([_fault(each, shards, duration_s) for each in found.get("faults", ())])
+    faults = tuple([_fault(each, shards, duration_s, regions) for each in found.get("faults", ())])
+    if nodes.get("count", 1) < len(regions.names):
+        problems.add(("nodes",), f"count: give at least {len(regions.names)} nodes, one for each region")
     if sum(source.rate for source in traffic) * duration_s > MAX_REQUESTS:
         problems.add(("duration",), f"more than {MAX_REQUESTS:,} requests; shorten the duration or lower the rates")
     if problems:
@@ -489,11 +527,12 @@ def _built(found: StructValue, problems: PolicyProblems) -> Scenario | None:
         never_leased=frozenset(leases["never"]),
         store=ServerModel(**_renamed(store, cpu_call="call_ns", cpu_batch="batch_ns")),
         network=NetworkModel(**_renamed(network, round_trip="round_trip_ns")),
+        regions=regions,
         faults=faults,
         prices=None if prices is None else Prices(**prices.fields),
     )
     try:
-        return scenario.scaled(found.get("scale", 1))
+        return scenario.scaled(scale or found.get("scale", 1))
     except InvalidInput as error:
         problems.add(("scale",), str(error))
         return None
@@ -510,7 +549,34 @@ def _renamed(fields: dict[str, Any], **names: str) -> dict[str, Any]:
     return made
 
 
-def _source(found: StructValue, number: int, limits: Mapping[str, Limit]) -> TrafficSource:
+def _region_layout(found: StructValue | None, limits: Mapping[str, Limit]) -> RegionLayout:
+    if found is None:
+        return RegionLayout()
+    names = tuple(found.get("names", ()))
+    if len(names) < 2 or len({*names}) < len(names):
+        found.report("names", "names: give at least two regions, each with another name")
+        return RegionLayout()
+    home = found.get("home", names[0])
+    if home not in names:
+        found.report("home", f"home: {home!r} is not one of the regions: {', '.join(names)}")
+    layout = RegionLayout(names, home, found.get("round_trip", 80_000_000), found.get("central_budget", 0.5))
+    for limit in limits.values():
+        try:
+            region_cost_of(limit, layout)
+        except InvalidInput as error:
+            found.report("names", str(error))
+    return layout
+
+
+def region_cost_of(limit: Limit, layout: RegionLayout) -> RegionCost:
+    """The cost of a limit over these regions; raises InvalidLimit if they cannot count it."""
+    regions = Regions(layout.home, layout.home, tuple([(name, "") for name in sorted(layout.names)]))
+    counted_limit(limit, regions)
+    return region_cost(limit, len(layout.names))
+
+
+def _source(found: StructValue, number: int, limits: Mapping[str, Limit], regions: RegionLayout) -> TrafficSource:
+    _check_region(found, regions)
     names = found.get("limits", ())
     if not names:
         found.report("limits", "limits: is missing; name at least one of the scenario's limits")
@@ -534,6 +600,7 @@ def _source(found: StructValue, number: int, limits: Mapping[str, Limit]) -> Tra
         clients=found.get("clients", 1),
         zipf=found.get("zipf", 0.0),
         is_sticky=found.get("routing") == "sticky",
+        region=found.get("region"),
         start_s=found.get("start", 0.0),
         end_s=end_s,
         cycle_s=None if cycle is None else cycle.get("period", 86_400.0),
@@ -544,7 +611,15 @@ def _source(found: StructValue, number: int, limits: Mapping[str, Limit]) -> Tra
     )
 
 
-def _fault(found: StructValue, shards: int, duration_s: float) -> Fault:
+def _check_region(found: StructValue, regions: RegionLayout) -> None:
+    region = found.get("region")
+    if region is not None and region not in regions.names:
+        known = ", ".join(regions.names) or "none; write regions: {names: [eu, us]}"
+        found.report("region", f"region: {region!r} is not one of the regions: {known}")
+
+
+def _fault(found: StructValue, shards: int, duration_s: float, regions: RegionLayout) -> Fault:
+    _check_region(found, regions)
     kind, at_s = found.get("kind"), found.get("at")
     if kind is None or at_s is None:
         found.report("kind", "a fault has at least kind: and at:")
@@ -561,6 +636,7 @@ def _fault(found: StructValue, shards: int, duration_s: float) -> Fault:
         at_s=at_s or 0.0,
         for_s=found.get("for", 0.0),
         shard=found.get("shard"),
+        region=found.get("region"),
         nodes=found.get("nodes", 1.0),
         how=found.get("how", "hang"),
         factor=found.get("factor", 10.0),

@@ -13,6 +13,7 @@ from zlib import crc32
 
 from headgate.decisions import Decision
 from headgate.errors import StoreError, StoreTimeout, StoreUnavailable
+from headgate.simulation.simulated_regions import RegionUsage
 from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Call, Check, Refund, Reset
 from headgate.stores.redis.async_store import MAX_IN_FLIGHT
@@ -50,6 +51,7 @@ class SimulatedShard:
         """None, "refuse" if connections are refused, or "hang" if nothing is answered."""
         self.calls = self.background_calls = self.batches = self.losses = 0
         self.busy_ns = 0
+        self._epochs = 0
         self._free_ns = 0
         self._exec_ns = 0
         self.members: dict[str, int] = {}
@@ -64,6 +66,8 @@ class SimulatedShard:
             self.losses += 1
             self.epoch: str | None = None
             self.store = MemoryStore(self, max_keys=10_000_000)
+            self._epochs += 1
+            self.usage = RegionUsage(f"{self.number}-{self._epochs}")
             self.members.clear()
 
     def serve(self, calls: Sequence[Call]) -> tuple[list[Any], int]:
@@ -406,6 +410,12 @@ class SimulatedClient:
         self._check(shard, 1.0)
         shard.members.pop(member, None)
         return len(shard.members)
+
+    def home_shard(self) -> SimulatedShard:
+        """The first server, which has the usage that its region shares; raises a StoreError if it does not answer."""
+        shard = self._store.shards[0]
+        self._check(shard, 1.0)
+        return shard
 
     def close(self) -> None:
         """Nothing to close."""

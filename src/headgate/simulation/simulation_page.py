@@ -48,8 +48,8 @@ def simulation_page(result: SimulationResult) -> str:
         _plot(
             "CPU of the shards, in cores",
             [
-                (f"shard {shard.shard}", [each.shard_cpu[shard.shard] for each in seconds])
-                for shard in result.shards[:8]
+                (f"shard {shard.name}", [each.shard_cpu[index] for each in seconds])
+                for index, shard in enumerate(result.shards[:8])
             ],
         ),
         _plot(
@@ -80,7 +80,7 @@ def simulation_page(result: SimulationResult) -> str:
     ]
     shards = [
         [
-            f"{each.shard}",
+            each.name,
             f"{each.calls_per_s:,.0f}",
             f"{each.peak_calls_per_s:,}",
             f"{each.cpu:.0%}",

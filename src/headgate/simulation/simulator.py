@@ -61,6 +61,8 @@ class ShardResult:
     """The load of one server."""
 
     shard: int
+    region: str
+    """Empty without regions."""
     calls: int
     background_calls: int
     calls_per_s: float
@@ -68,6 +70,10 @@ class ShardResult:
     cpu: float
     """The share of one core."""
     peak_cpu: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.region} {self.shard}".strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +155,18 @@ class _Simulation:
         self._scenario = scenario
         self._time = VirtualTime()
         self._random = Random(scenario.seed)
-        self._shards = [SimulatedShard(number, self._time, scenario.store) for number in range(scenario.store.shards)]
+        regions, count = scenario.regions.names, scenario.store.shards
+        self._shards = [SimulatedShard(number, self._time, scenario.store) for number in range(count * len(regions))]
+        self._shards_of = {region: self._shards[at * count : (at + 1) * count] for at, region in enumerate(regions)}
         self._nodes = [
-            SimulatedNode(number, scenario, self._shards, Random(f"{scenario.seed} {number}"))
+            SimulatedNode(number, scenario, self._shards_of, Random(f"{scenario.seed} {number}"))
             for number in range(scenario.nodes.count)
         ]
+        self._region_of = [region for region in regions for _ in range(count)]
+        """The region of each shard."""
+        self._nodes_of = {region: [node for node in self._nodes if node.region == region] for region in regions}
+        self._is_cut = False
+        """True once regions were cut off from each other."""
         self._uses = {name: _LimitUse(limit) for name, limit in scenario.limits.items()}
         self._checks: dict[tuple[int, str], Check] = {}
         self._pending: list[tuple[int, str, str, int]] = []
@@ -174,12 +187,15 @@ class _Simulation:
             time.at(START_NS + round(fault.at_s * SECOND_NS), self._start_fault, fault)
         for second in range(1, int(scenario.duration_s) + 1):
             time.at(START_NS + second * SECOND_NS, self._sample, progress)
-        nodes, random, count = self._nodes, self._random, len(self._nodes)
+        random = self._random
+        reached = [self._nodes_of.get(source.region or "", self._nodes) for source in scenario.traffic]
         sticky = [source.is_sticky for source in scenario.traffic]
         traffic = Random(f"{scenario.seed} traffic")
         for at_ns, number, client, logged_node in arrivals(scenario, traffic):
             time.advance(at_ns)
             check = self._checks.get((number, client)) or self._new_check(number, client)
+            nodes = reached[number]
+            count = len(nodes)
             if logged_node >= 0:
                 node = nodes[logged_node % count]
             else:
@@ -188,7 +204,7 @@ class _Simulation:
         time.advance(START_NS + round(scenario.duration_s * SECOND_NS))
         time.advance(time.now_ns + SECOND_NS)  # for answers that are under way
         self._flush(complete=True)
-        for node in nodes:
+        for node in self._nodes:
             node.finish()
         return self._result()
 
@@ -208,7 +224,7 @@ class _Simulation:
             if tries > len(self._nodes):
                 self._errors += 1
                 return
-            node = self._nodes[(node.number + 1) % len(self._nodes)]
+            node = self._nodes[(node.number + len(self._nodes_of)) % len(self._nodes)]  # of the same region
         sent_ns = self._time.now_ns
         node.engine.decide(
             check, lambda decision, at_ns: self._finish(number, check, node, attempt, sent_ns, decision, at_ns)
@@ -251,7 +267,8 @@ class _Simulation:
             skew_us = 0
             if self._clock_steps and key.limit.algorithm in ("fixed_window", "sliding_window"):
                 # Its windows are those of the server's clock.
-                skew_us = self._shards[node.engine.store.shard_of(key)].skew_us
+                store = node.engine.store
+                skew_us = store.shards[store.shard_of(key)].skew_us
             self._pending.append((at_us + skew_us, key.limit.name, key.identity, cost))
 
     def _retry(self, number: int, check: Check, node: SimulatedNode, attempt: int, decision: Any) -> None:
@@ -292,8 +309,11 @@ class _Simulation:
     # ---------------------------------------------------------------- faults
 
     def _start_fault(self, fault: Fault) -> None:
-        time, shards = self._time, self._shards if fault.shard is None else [self._shards[fault.shard]]
-        nodes = self._nodes[: max(1, round(fault.nodes * len(self._nodes)))]
+        time = self._time
+        concerned = [shards for region, shards in self._shards_of.items() if fault.region in (None, region)]
+        shards = [shard for each in concerned for shard in (each if fault.shard is None else [each[fault.shard]])]
+        nodes = self._nodes if fault.region is None else self._nodes_of[fault.region]
+        nodes = nodes[: max(1, round(fault.nodes * len(nodes)))]
         match fault.kind:
             case "store_down" | "restart" if fault.kind == "store_down" or fault.shard is not None:
                 for shard in shards:
@@ -303,6 +323,8 @@ class _Simulation:
                 for shard in shards:
                     shard.slowdown = fault.factor
                     time.after(fault.for_s, setattr, shard, "slowdown", 1.0)
+            case "partition" if fault.region is not None:
+                self._cut_off(fault.region, fault.for_s)
             case "partition":
                 for node in nodes:
                     numbers = {shard.number for shard in shards}
@@ -322,6 +344,16 @@ class _Simulation:
             case "deploy":
                 for index, node in enumerate(nodes):
                     time.after(fault.for_s * index / len(nodes), self._stop_node, node, DEPLOY_PAUSE_S)
+
+    def _cut_off(self, region: str, seconds: float) -> None:
+        """Cut a region off from the others: neither side reaches the servers of the other one."""
+        self._is_cut = True
+        inside = {shard.number for shard in self._shards_of[region]}
+        outside = {shard.number for shard in self._shards} - inside
+        for node in self._nodes:
+            numbers = outside if node.region == region else inside
+            node.cut_off |= numbers
+            self._time.after(seconds, node.cut_off.difference_update, numbers)
 
     def _stop_node(self, node: SimulatedNode, seconds: float, crashes: bool = False) -> None:
         if node.is_down:
@@ -388,12 +420,17 @@ class _Simulation:
 
     def _bound(self, limit: Limit) -> int | None:
         """The bound of all modes that were in use, given the faults and the times without the store."""
-        settings = self._scenario.nodes
+        settings, regions = self._scenario.nodes, len(self._nodes_of)
         if settings.on_failure == "open" and self._degraded:
             return None
         losses = max(shard.losses for shard in self._shards) + self._clock_steps
         lease_us = 0 if limit.name in self._scenario.never_leased else settings.lease_us
         bound = bounds.prepaid(limit, lease_us) + bounds.lost_data(limit, losses)
+        if limit.region in ("regional", "reconciled"):  # each region has counters of its own
+            span_us = round(self._scenario.duration_s * 1_000_000)
+            is_connected = limit.region == "reconciled" and not (self._is_cut or losses or self._degraded)
+            shared = bounds.connected_regions(limit, regions) if is_connected else None
+            bound = regions * bound + (bounds.regions(limit, regions, span_us) if shared is None else shared)
         if settings.on_failure == "local":
             for node in self._nodes:
                 for began_ns, end_ns, nodes in node.outages:
@@ -409,7 +446,8 @@ class _Simulation:
         calls = [0, *[sample[1][number] for sample in self._samples]]
         busy = [0, *[sample[2][number] for sample in self._samples]]
         return ShardResult(
-            shard=number,
+            shard=number % self._scenario.store.shards,
+            region=self._region_of[number],
             calls=shard.calls,
             background_calls=shard.background_calls,
             calls_per_s=round(shard.calls / duration_s, 1),

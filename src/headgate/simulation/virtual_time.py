@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, Future
 from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
@@ -50,6 +51,7 @@ class VirtualRuntime(Runtime):
         self.random = random
         self.skew_us = 0
         self._time = time
+        self._workers: list[_Worker] = []
         self.monotonic_ns = lambda: time.now_ns - START_NS
         self.monotonic = lambda: (time.now_ns - START_NS) / 1_000_000_000
 
@@ -64,8 +66,17 @@ class VirtualRuntime(Runtime):
         target(*args)
         return _Worker()
 
+    def new_executor(self, name: str, workers: int) -> Any:
+        return _Executor()
+
+    def kill_workers(self) -> None:
+        """End all background workers where they are, as a crash does."""
+        for worker in self._workers:
+            worker.is_alive = False
+
     def start_worker(self, name: str, steps: Iterator[float], wakeup: Any) -> Any:
         worker = _Worker()
+        self._workers = [*filter(lambda each: each.is_alive, self._workers), worker]
 
         def step(number: int) -> None:
             if number != worker.steps or not worker.is_alive:  # woken before its time
@@ -90,6 +101,18 @@ class _Worker:
     def __init__(self) -> None:
         self.is_alive = True
         self.steps = 0
+
+
+class _Executor(Executor):
+    """Carries out calls at once: in virtual time they do not wait for each other."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 class _Wakeup:
