@@ -262,8 +262,11 @@ def test_reset_lets_a_client_begin_anew(call: Callable[..., tuple[int, str, str]
 def test_tiers_are_set_assigned_and_given_back(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     assert call("tier set pro search 3000/day --reason 'price list'")[0] == 0
     assert ["search", "3000/day", "table"] in [row[-3:] for row in rows(call("tier list")[1])]
-    assert call("tier assign tenant=wayne pro --reason 'has paid'", role="support")[0] == 0
-    assert "pro, assigned" in call("who tenant=wayne")[1]
+    zone = "--timezone Europe/Berlin --starts 04-01"
+    assert call(f"tier assign tenant=wayne pro {zone} --reason 'has paid'", role="support")[0] == 0
+    shown = call("who tenant=wayne")[1]
+    assert "pro, assigned" in shown
+    assert "timezone Europe/Berlin, starts 04-01" in shown
     assert call("tier unassign tenant=wayne --reason 'has not'", role="support")[0] == 0
     assert "free, the default tier" in call("who tenant=wayne")[1]
     assert call("tier remove pro search --reason 'as before'")[0] == 0

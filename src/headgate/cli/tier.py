@@ -63,9 +63,16 @@ def assign(context: CommandContext) -> int:
     """Assign a client to a tier.
 
     headgate tier assign acme pro --label "Acme Inc." --reason "has paid"
+    headgate tier assign acme pro --timezone Europe/Berlin --starts 15 --reason "their month"
     """
-    who = resolve_client(context, context.arguments.client)
-    fields = {"who": who.fields, "tier": context.arguments.tier, "label": context.arguments.label}
+    given = context.arguments
+    fields = {
+        "who": resolve_client(context, given.client).fields,
+        "tier": given.tier,
+        "label": given.label,
+        "timezone": given.timezone,
+        "starts": given.starts,
+    }
     return change(context, "PUT", "client/tier", fields=fields)
 
 
@@ -81,11 +88,15 @@ _TIER = option("tier", metavar="TIER", help="name of the tier")
 _LIMIT = option("limit", metavar="LIMIT", help="name of the limit")
 _BUCKET = option("bucket", metavar="BUCKET", help='such as "1000/minute, burst 200"')
 _LABEL = option("--label", metavar="TEXT", help="display name for logs and lists")
+_TIMEZONE = option("--timezone", metavar="NAME", help="time zone of its calendar periods; '' for that of the limits")
+_STARTS = option(
+    "--starts", metavar="DAY", help="first day of its months (15) or years (04-01); '' for that of the limits"
+)
 
 ACTIONS = {
     "list": (list_rows, *SERVER),
     "set": (set_limit, _TIER, _LIMIT, _BUCKET, *CHANGE),
     "remove": (remove, _TIER, _LIMIT, *CHANGE),
-    "assign": (assign, CLIENT, _TIER, _LABEL, *CHANGE),
+    "assign": (assign, CLIENT, _TIER, _LABEL, _TIMEZONE, _STARTS, *CHANGE),
     "unassign": (unassign, CLIENT, *CHANGE),
 }

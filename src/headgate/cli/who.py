@@ -35,6 +35,8 @@ def _lines(found: dict[str, Any], who: ClientArgument, context: CommandContext) 
     tier = found.get("tier")
     facts = [["client", f"{who._replace(label=found.get('label') or who.label)}"]]
     facts.append(["tier", f"{tier}, {TIER_FROM.get(found['tier_from'], found['tier_from'])}" if tier else "none"])
+    calendar = [f"{word} {found[word]}" for word in ("timezone", "starts") if found.get(word) is not None]
+    facts += [["periods", ", ".join(calendar)]] if calendar else []
     facts += [["problem", f"{each}"] for each in found.get("troubles") or ()]
     yield from table(facts, width=out.width)
     if block is not None:

@@ -235,6 +235,7 @@ TABLE = [
     Row("viewer", "GET", "audit"),
     Row("support", "POST", "client/reset", {"who": ACME} | WHY),
     Row("support", "PUT", "client/tier", {"who": ACME, "tier": "pro", "label": "Acme Inc."} | WHY),
+    Row("support", "PUT", "client/tier", {"who": ACME, "tier": "pro", "timezone": "Asia/Tokyo", "starts": 15} | WHY),
     Row("support", "DELETE", f"client/tier?{WHO}&reason=over"),
     Row("support", "POST", "overrides", override(who={"kind": "tenant", "value": "zeta"})),
     Row("support", "PUT", "overrides/1", override(bucket="300/minute")),

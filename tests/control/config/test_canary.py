@@ -262,6 +262,8 @@ def test_store_of_an_earlier_revision_is_upgraded(store: ConfigStore) -> None:
             name for name in inspect(connection).get_table_names() if name.startswith("headgate_")
         } - first_tables:
             connection.exec_driver_sql(f"DROP TABLE {table}")
+        for column in ("timezone", "starts"):
+            connection.exec_driver_sql(f"ALTER TABLE headgate_clients DROP COLUMN {column}")
         connection.exec_driver_sql(f"UPDATE {VERSION_TABLE} SET version_num = '0005'")
     with closing(ConfigStore(store.engine.url.render_as_string(hide_password=False))) as upgraded:
         assert quota(upgraded.policy()) == 10

@@ -1269,6 +1269,30 @@ def test_name_stays_with_a_client_that_changes_its_tier(office: AdminService) ->
     )
 
 
+def test_calendar_stays_with_a_client_that_changes_its_tier(office: AdminService) -> None:
+    def calendar() -> tuple[str | None, int | str | None]:
+        view = office.clients.get(ACME)
+        return view.timezone, view.starts
+
+    assert calendar() == (None, None)
+    office.clients.assign_tier(ChangeContext(SUE, "r"), ACME, "pro", timezone="Europe/Berlin", starts="15")
+    assert calendar() == ("Europe/Berlin", 15)
+    office.clients.assign_tier(ChangeContext(SUE, "r"), ACME, "free", starts="04-01")
+    assert calendar() == ("Europe/Berlin", "04-01")
+    office.clients.assign_tier(ChangeContext(SUE, "r"), ACME, "free", timezone="")
+    assert calendar() == (None, "04-01")
+    office.clients.unassign_tier(ChangeContext(SUE, "r"), ACME)
+    assert calendar() == (None, "04-01"), "only the tier is removed"
+    initech = ClientRef("tenant", "initech")
+    office.clients.assign_tier(ChangeContext(SUE, "r"), initech, "pro", timezone="Asia/Tokyo")
+    office.clients.unassign_tier(ChangeContext(SUE, "r"), initech)
+    view = office.clients.get(initech)
+    assert (view.tier_from, view.timezone) == ("policy", None), "the entry in the document applies again"
+    for mistake in ({"timezone": "Tokio"}, {"starts": 0}, {"starts": "32"}, {"starts": "02-30"}):
+        with pytest.raises(InvalidInput, match=r"unknown time zone|neither a day of a month nor of a year"):
+            office.clients.assign_tier(ChangeContext(SUE, "r"), ACME, "pro", **mistake)
+
+
 # ------------------------------------------------------------------ the policy and its past
 
 

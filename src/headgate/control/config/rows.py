@@ -81,16 +81,27 @@ class RouteCost(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """The tier and label of a client."""
+    """The tier, label and calendar of a client."""
 
     kind: str
     value: str
     """The keyed hash in case of an API key."""
     tier: str | None = None
     label: str | None = None
+    timezone: str | None = None
+    """That of its calendar periods; None for that of the limit."""
+    starts: str | None = None
+    """The first day of its months, "15", or years, "04-01"."""
 
     def __str__(self) -> str:
-        return f"client {self.kind} {self.value}: {'no tier' if self.tier is None else f'tier {self.tier}'}"
+        tier = "no tier" if self.tier is None else f"tier {self.tier}"
+        calendar = "".join(f", {word} {text}" for word, text in self.calendar().items())
+        return f"client {self.kind} {self.value}: {tier}{calendar}"
+
+    def calendar(self) -> dict[str, int | str]:
+        """The fields of a policy about its calendar."""
+        starts = None if self.starts is None else int(self.starts) if self.starts.isdecimal() else self.starts
+        return _given({"timezone": self.timezone, "starts": starts})
 
 
 class OverrideRow(NamedTuple):
@@ -239,7 +250,7 @@ def policy_entry(row: Row) -> dict[str, Any]:
     """The entry of a row in a policy document."""
     match row:
         case Assignment(kind, value, tier, label):
-            return {kind: value} | _given({"tier": tier, "label": label})
+            return {kind: value} | _given({"tier": tier, "label": label}) | row.calendar()
         case OverrideRow():
             place = _given({"limit": row.limit_name, "class": row.route_class})
             own = {row.kind: row.value, **place, "bucket": format_bucket(row)}

@@ -229,9 +229,27 @@ class ConfigStore:
         mine = [each for each in self.routes() if each.row.path == path]
         return self._remove("routes", mine, f"route {path!r}", **by)
 
-    def assign(self, who: Client, tier: str | None, *, label: str | None = None, **by: Unpack[_By]) -> Version | None:
-        """Assign a client to a tier: assign(("tenant", "acme"), "pro", ...)."""
-        row = rows.Assignment(*self.normalize_client(who), tier and scalars.name(tier), label and scalars.label(label))
+    def assign(
+        self,
+        who: Client,
+        tier: str | None,
+        *,
+        label: str | None = None,
+        timezone: str | None = None,
+        starts: int | str | None = None,
+        **by: Unpack[_By],
+    ) -> Version | None:
+        """Assign a client to a tier: assign(("tenant", "acme"), "pro", ...).
+
+        `timezone` and `starts`, the first day of its months (15) or years ("04-01"), are those of its calendar periods.
+        """
+        row = rows.Assignment(
+            *self.normalize_client(who),
+            tier and scalars.name(tier),
+            label and scalars.label(label),
+            timezone and scalars.time_zone(timezone),
+            None if starts is None else f"{scalars.client_starts(starts)}",
+        )
         return self.write([Put("clients", row)], **by)
 
     def unassign(self, who: Client, **by: Unpack[_By]) -> Version | None:

@@ -21,6 +21,7 @@ _LENGTHS: Final = (
     dict.fromkeys(("value", "name", "label", "reason"), 500)
     | dict.fromkeys(("tier", "limit_name", "route_class", "action"), 100)
     | {"format": 10, "kind": 50, "algorithm": 50, "author": 200, "about": 600, "path": 1100}
+    | {"timezone": 50, "starts": 10}
     | {"canary": 20, "state": 20, "ended_by": 200, "end_reason": 500}
 )
 """Of texts; others are unlimited."""

@@ -83,6 +83,7 @@ class ClientService(TopicService):
         if not facts.can_count:
             troubles.append(ONLY_A_HASH.format(noun=noun_of(client.kind)) if not facts.values else A_NETWORK)
         label = effective.label or deps.lookup.pseudonym(client)
+        entry = effective.client_entry(client)
         live, errors = deps.live_blocks()
         own = [each for each in effective.rows["overrides"] if (each.row.kind, each.row.value) == client]
         views = [listing.override_view(LabelledRow(*each, label), effective.base, now_us) for each in own[::-1]]
@@ -96,6 +97,8 @@ class ClientService(TopicService):
             label=label,
             tier=tier,
             tier_from=tier_from,
+            timezone=None if entry is None else entry.timezone,
+            starts=None if entry is None else entry.starts,
             limits=limits,
             overrides=tuple(views),
             block=_block_view(effective, label, now_us) or next(is_live, None),
@@ -149,9 +152,19 @@ class ClientService(TopicService):
         return label_keys(self._deps.resolve(client).label)
 
     def assign_tier(
-        self, change: ChangeContext, client: ClientRef, tier: str | None, *, label: str | None = None
+        self,
+        change: ChangeContext,
+        client: ClientRef,
+        tier: str | None,
+        *,
+        label: str | None = None,
+        timezone: str | None = None,
+        starts: int | str | None = None,
     ) -> Change:
-        """Assign a client to a tier, and optionally label it. Without a label, it keeps the one that it has."""
+        """Assign a client to a tier, and optionally give it a label, a time zone or a first day of its periods.
+
+        Without these, it keeps those that it has. An empty text restores the time zone or first day of the limits.
+        """
         deps = self._deps
         change.actor.require("support", "assign tiers")
         with deps.attributed(change, tier, label, *client.texts) as attribution:
@@ -162,11 +175,22 @@ class ClientService(TopicService):
             known = dict.fromkeys([*base.policy.tiers, *([] if default is None else [default])])
             if tier is not None and tier not in known:
                 raise InvalidInput(f"there is no such tier; the tiers are {', '.join(known) or 'none'}")
-            if not label:
-                assigned = deps.config.clients(who=client)
-                label = assigned[0].row.label if assigned else base.label_of(client)
+            assigned = deps.config.clients(who=client)
+            entry = assigned[0].row if assigned else base.client_entry(client)
+            if entry is not None:
+                label = label or entry.label
+                timezone = entry.timezone if timezone is None else timezone
+                starts = entry.starts if starts is None else starts
             notes = deps.lookup.unseen_note(client)
-            return to_change(deps.config.assign(client, tier, label=label, **attribution), *notes)
+            version = deps.config.assign(
+                client,
+                tier,
+                label=label,
+                timezone=timezone or None,
+                starts=None if starts == "" else starts,
+                **attribution,
+            )
+            return to_change(version, *notes)
 
     def unassign_tier(self, change: ChangeContext, client: ClientRef) -> Change:
         """Remove a client's tier assignment: the tier in the policy document, or the default tier, applies again."""
@@ -178,8 +202,12 @@ class ClientService(TopicService):
             if not (assigned := deps.config.clients(who=client)):
                 raise NotFound("this client has no tier assignment in the config store")
             row, is_in_document = assigned[0].row, deps.current_policy().entries.get(client, {}).get("clients")
-            if row.tier is not None and row.label and not is_in_document:  # keep the label, so that it can be found
-                return to_change(deps.config.assign(client, None, label=row.label, **attribution))
+            is_kept = row.label or row.calendar()  # so that it can be found, and counts as before
+            if row.tier is not None and is_kept and not is_in_document:
+                version = deps.config.assign(
+                    client, None, label=row.label, timezone=row.timezone, starts=row.starts, **attribution
+                )
+                return to_change(version)
             return to_change(deps.config.unassign(client, **attribution))
 
     def reset(self, change: ChangeContext, client: ClientRef, *, limits: Collection[str] | None = None) -> Change:

@@ -78,7 +78,12 @@ class BasePolicy:
 
     def label_of(self, client: tuple[str, str]) -> str | None:
         """The label that the document gives a client."""
-        return next((each.label for each in self.entries_of({client[0]: (client[1],)}, "clients")), None)
+        entry = self.client_entry(client)
+        return None if entry is None else entry.label
+
+    def client_entry(self, client: tuple[str, str]) -> Client | None:
+        """The entry of a client in the document's list of clients."""
+        return next(self.entries_of({client[0]: (client[1],)}, "clients"), None)
 
     def require_valid(self) -> BasePolicy:
         """Return self; raise InvalidPolicy if the document is invalid."""
@@ -131,6 +136,10 @@ class EffectivePolicy(NamedTuple):
         labels = {(each.identity.kind, each.identity.value): each.label for each in self.policy.clients}
         found = (labels.get((kind, value)) for kind, values in self.facts.identities.items() for value in values)
         return next((label for label in found if label), None)
+
+    def client_entry(self, client: tuple[str, str]) -> Client | None:
+        """The entry of a client in the list of clients: that of the config store, or else that of the document."""
+        return next((each for each in self.policy.clients if (each.identity.kind, each.identity.value) == client), None)
 
     def row_of(self, entry: Override | Block | Client | None) -> int | None:
         """The id of the row that an entry was built from; None for an entry of the document."""

@@ -236,6 +236,10 @@ class ClientView(View):
     tier: str | None
     tier_from: Literal["assigned", "policy", "default"]
     """Assigned in the config store, set in the policy document, or the default tier."""
+    timezone: str | None
+    """That of its calendar periods; None for that of the limits."""
+    starts: int | str | None
+    """The first day of its months, or of its years; None for that of the limits."""
     limits: tuple[LimitUsage, ...]
     overrides: tuple[OverrideView, ...]
     block: BlockView | None

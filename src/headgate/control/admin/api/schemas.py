@@ -102,6 +102,9 @@ Number = Annotated[Whole, Field(ge=1, le=MAX_INTEGER)]
 RiskCode = Literal["ten-times", "tenth", "wildcard-block", "policy", "canary"]
 Section = Literal["documents", "tiers", "routes", "clients", "overrides", "blocked"]
 Most = Annotated[Whole, Field(ge=1, le=500)]
+FirstDay = Annotated[
+    int | str | None, Field(description='Of months (15) or years ("04-01"); empty for that of the limits')
+]
 RouteClass = Annotated[Name | None, Field(alias="class")]
 
 
@@ -151,6 +154,8 @@ class TierBody(AttributedBody):
     who: WhoBody
     tier: Name | None
     label: Bucket | None = None
+    timezone: Annotated[str | None, Field(max_length=50, description="Empty for that of the limits")] = None
+    starts: FirstDay = None
 
 
 class ChangeBody(AttributedBody):

@@ -73,8 +73,15 @@ def reset(write: Write, body: schemas.ResetBody) -> Change:
 
 @_put("/client/tier")
 def assign(write: Write, body: schemas.TierBody) -> Change:
-    """Assign a client to a tier, and optionally label it."""
-    return write.service.clients.assign_tier(write.context(body), write.client(body.who), body.tier, label=body.label)
+    """Assign a client to a tier, and optionally give it a label, a time zone and a first day of its periods."""
+    return write.service.clients.assign_tier(
+        write.context(body),
+        write.client(body.who),
+        body.tier,
+        label=body.label,
+        timezone=body.timezone,
+        starts=body.starts,
+    )
 
 
 @_delete("/client/tier")

@@ -177,7 +177,8 @@ def tier(visit: Visit) -> Response:
 @_form("tier", "Move {name} to tier {tier}?", "{Name} is now in tier {tier}.")
 def _assign_tier(visit: Visit, who: ClientRef) -> Change:
     label = visit.form.get("label") or None
-    return visit.service.clients.assign_tier(change_context(visit), who, visit.form["tier"], label=label)
+    calendar = {name: visit.form.get(name, "") for name in ("timezone", "starts")}
+    return visit.service.clients.assign_tier(change_context(visit), who, visit.form["tier"], label=label, **calendar)
 
 
 @_form("tier", "Reset the tier of {name}?", "The policy now sets the tier of {name}.")
