@@ -1,5 +1,7 @@
 """`python -m bench.quotas`: charges per second of one process with SQLite and PostgreSQL, and reads of a large ledger.
 
+It also compares requests through a gate with a limit in Redis, and with a quota besides, by CPU time of their thread.
+
 Each measurement reports the rate by the clock, the rate by CPU time of this process, and the charges per transaction of
 the ledger. Exit code 1 if a target is missed; on a busy machine, only the CPU time means something.
 """
@@ -7,20 +9,25 @@ the ledger. Exit code 1 if a target is missed; on a busy machine, only the CPU t
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 import time
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from headgate import Calendar
 from headgate.control.config.engine import write_transaction
+from headgate.gate import Gate
+from headgate.policy import read
 from headgate.quotas import Ledger, QuotaMeter, QuotaPlan
 from headgate.quotas.entries import EntryDraft
 from headgate.quotas.ledger import WRITE_LOCK
 from headgate.quotas.storage import StateCache, WriteBatch
 from headgate.quotas.usage_alerts import UsageMonitor
+from headgate.testing import FakeRequest
 from support.postgres import PostgresServer
+from support.servers import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +36,9 @@ MIN_CHARGES_PER_S: Final = 20_000
 MIN_CHARGES_PER_WRITE: Final = 100
 MAX_VERIFY_S: Final = 20.0
 MAX_STATEMENT_S: Final = 1.0
+MAX_RATIO: Final = 1.5
+"""Of a check with a quota to one without."""
+ROUNDS: Final = 60
 ACCOUNTS: Final = 20
 MICROSECONDS_PER_DAY: Final = 86_400_000_000
 BATCH: Final = 10_000
@@ -54,6 +64,10 @@ def main() -> int:
         for name, url in {**urls, "SQLite": f"sqlite:///{directory}/large.db"}.items():
             with closing(Ledger(url)) as ledger:
                 is_met &= _reads(name, ledger, 1_000_000 // share)
+        redis = stack.enter_context(RedisServer())
+        print("\n| request through a gate | CPU of its thread |")
+        print("| --- | ---: |", flush=True)
+        is_met &= _gates(redis.url, f"sqlite:///{directory}/gate.db", 500 // share)
     print("\nall targets met" if is_met else "\na target is missed")
     return 0 if is_met else 1
 
@@ -76,6 +90,39 @@ def _charges(name: str, ledger: Ledger, journal: str | None, count: int) -> bool
     kept = "no" if journal is None else "yes"
     print(f"| {name} | {kept} | {count / wall_s:,.0f} | {count / cpu_s:,.0f} | {per_write:,.0f} |", flush=True)
     return count / wall_s >= MIN_CHARGES_PER_S and per_write >= MIN_CHARGES_PER_WRITE
+
+
+def _gates(store: str, ledger: str, count: int) -> bool:
+    """Requests through a gate, with and without a quota, in turns: the CPU time of the thread that serves them. That of
+    the thread that writes charges is in the charges per second of CPU."""
+    burst = {"name": "burst", "by": "tenant", "bucket": "1000000000/minute"}
+    quota = {"name": "exports", "by": "tenant", "quota": "1000000000/month"}
+    policies: dict[str, dict[str, Any]] = {
+        "with a limit in Redis": {"limits": [burst]},
+        "with a quota besides": {"limits": [burst, quota], "quotas": {"ledger": ledger, "budget": "60 s"}},
+    }
+    settings = {"store": {"budget": "5 s"}}
+    requests = [FakeRequest("/exports", headers={"x-tenant": f"client-{number}"}) for number in range(ACCOUNTS)]
+    identities = {"tenant": lambda request: request.header("x-tenant")[0]}
+    times: dict[str, list[float]] = {name: [] for name in policies}
+    with ExitStack() as stack:
+        gates = {
+            name: stack.enter_context(
+                closing(Gate(read(json.dumps(policy | settings), format="json"), store, identities=identities))
+            )
+            for name, policy in policies.items()
+        }
+        for _ in range(ROUNDS):
+            for name, gate in gates.items():
+                began_s = time.thread_time()
+                for number in range(count):
+                    assert gate.admit(requests[number % ACCOUNTS]).allowed
+                times[name].append((time.thread_time() - began_s) / count * 1e6)
+    for name, each in times.items():
+        print(f"| {name} | {min(each):.1f} us |", flush=True)
+    without, with_quota = (min(each) for each in times.values())
+    print(f"\na quota costs {with_quota / without:.2f} times a check without one")
+    return with_quota <= MAX_RATIO * without
 
 
 def _reads(name: str, ledger: Ledger, count: int) -> bool:

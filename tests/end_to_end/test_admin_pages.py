@@ -371,6 +371,13 @@ def test_tier_is_given(town: Town, visit: Callable[..., Page]) -> None:
     expect(page.get_by_role("heading", level=1)).to_have_text("Climber Inc")
     expect(page.get_by_text("600/minute", exact=True)).to_be_visible()
     expect(page.get_by_role("cell", name="tier", exact=True)).to_be_visible()
+    zone = page.get_by_label("Time zone of its calendar periods")
+    fill(page, "Tier", tier="pro", reason="their month", **{"time zone": "Europe/Berlin", "first day": "15"})
+    page.get_by_role("button", name="Set tier").click()
+    expect(zone).to_have_value("Europe/Berlin")
+    fill(page, "Tier", tier="", reason="moved", **{"time zone": "Asia/Tokyo"})
+    page.get_by_role("button", name="Set tier").click()
+    expect(page.get_by_text("Choose the tier of this client, too.")).to_be_visible()
 
 
 def test_override_helps_at_once_if_what_was_used_is_reset(town: Town, visit: Callable[..., Page]) -> None:

@@ -167,7 +167,7 @@ class ClientService(TopicService):
         """
         deps = self._deps
         change.actor.require("support", "assign tiers")
-        with deps.attributed(change, tier, label, *client.texts) as attribution:
+        with deps.attributed(change, tier, label, timezone, f"{starts}", *client.texts) as attribution:
             client = deps.lookup.canonical(client, texts=[change.reason, label])
             require_network_role(change.actor, client, "assign tiers")
             base = deps.current_policy()

@@ -12,7 +12,7 @@ from starlette.responses import RedirectResponse
 
 from headgate.control.admin.pages import charts, filters
 from headgate.control.admin.pages.base import Handler, Visit
-from headgate.control.admin.pages.forms import bucket, change_context, reason, submit, until
+from headgate.control.admin.pages.forms import FieldError, bucket, change_context, reason, submit, until
 from headgate.control.admin.pages.lists import client_from
 from headgate.control.admin.problems import of_error
 from headgate.control.service import Change, ChangeContext, ClientRef, OverrideSpec
@@ -183,6 +183,10 @@ def _assign_tier(visit: Visit, who: ClientRef) -> Change:
 
 @_form("tier", "Reset the tier of {name}?", "The policy now sets the tier of {name}.")
 def _unassign_tier(visit: Visit, who: ClientRef) -> Change:
+    view = visit.service.clients.get(who)
+    for name, current in (("timezone", view.timezone), ("starts", view.starts)):
+        if (text := visit.form.get(name, "")) and text != f"{current}":
+            raise FieldError(name, "Choose the tier of this client, too.")
     return visit.service.clients.unassign_tier(change_context(visit), who)
 
 
