@@ -109,7 +109,7 @@ async def _send_http(chance: random.Random, port: int, count: int) -> None:
             headers = {"x-original-uri": f"/{chance.getrandbits(64):x}%ff%00", "x-forwarded-for": "999.1.1.1, ::::"}
             method = chance.choice(("POST", "GET", "PUT", "OPTIONS"))
             answer = await client.request(method, chance.choice(paths), content=body, headers=headers)
-            assert answer.status_code < 500 or "rate limit" in answer.text, (answer.status_code, answer.text)
+            assert answer.status_code < 500, (answer.status_code, answer.text)
 
         for _ in range(count // BATCH):
             await asyncio.gather(*[send() for _ in range(BATCH)])

@@ -72,7 +72,7 @@ def test_json_answers_with_the_status_of_the_decision(client: AppClient) -> None
     [
         (b"nonsense", 400, "Failed to load JSON"),
         (b'{"unknown": 1}', 400, "unknown"),
-        (b'{"domain": "shop"}', 500, "rate limit descriptor list must not be empty"),
+        (b'{"domain": "shop"}', 400, "rate limit descriptor list must not be empty"),
         (b"\xff\xfe", 400, "utf-8"),
         (b"[" * 100_000, 400, "recursion"),
     ],

@@ -53,7 +53,7 @@ def envoy_routes(
         try:
             response = await service.should_rate_limit(message)
         except ServiceError as error:
-            return PlainTextResponse(f"{error}\n", 500)
+            return PlainTextResponse(f"{error}\n", 400)
         status = 429 if response.overall_code == OVER_LIMIT else 200
         return Response(json_format.MessageToJson(response, indent=None), status, media_type="application/json")
 
