@@ -409,7 +409,8 @@ class _ServiceBase:
                 line.before -= line.hits  # its hits are not among those that were used
         results = yield [_Check([group], (group.cost,)) for group in charged]
         for group, decision in zip(charged, results, strict=True):
-            group.record(decision, 0, charged=group.cost, charges_refused=True)
+            # Rejected are only hits that exceed even the counter.
+            group.record(decision, 0, charged=group.cost if decision.allowed else 0, charges_refused=True)
 
     def _groups(
         self, lines: list[DescriptorLine], settings: ServiceSettings, charges_refused: bool = False
