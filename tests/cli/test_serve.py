@@ -185,6 +185,8 @@ def test_configuration_files_can_be_checked(
     if code < 2:
         assert main(["check", "--envoy", "--json", str(file)]) == code
         assert json.loads(capsys.readouterr().out)["good"] == (code == 0)
+        assert main(["check", "--envoy", str(tmp_path)]) == code  # all files of the directory
+        assert shown in "".join(capsys.readouterr())
 
 
 def test_demo_shows_decisions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 headgate check policy.yaml
 headgate check --strict policies/*.yaml
 headgate check --json policy.yaml
-headgate check --envoy ratelimit/*.yaml
+headgate check --envoy ratelimit/
 
 exit code: 0 all valid, 1 invalid policy, 2 unreadable file
 """
@@ -37,7 +37,11 @@ __all__ = ["EXIT_UNREADABLE", "OPTIONS", "CheckReport", "check_file", "print_pro
 OPTIONS = (
     option("files", nargs="+", metavar="FILE", help=POLICY_FILE),
     option("--strict", action="store_true", help="treat warnings as errors"),
-    option("--envoy", action="store_true", help="the files are those of envoyproxy/ratelimit, checked together"),
+    option(
+        "--envoy",
+        action="store_true",
+        help="the files, or directories, are those of envoyproxy/ratelimit, checked together",
+    ),
     JSON,
 )
 EXIT_INVALID: Final = 1
@@ -147,7 +151,7 @@ def _check_envoy(arguments: Namespace, out: Terminal, err: Terminal) -> int:
 
     problem, rules, domains = None, 0, 0
     try:
-        texts = [(file, decoded(file_content(file), file)) for file in arguments.files]
+        texts = [text for file in arguments.files for text in _envoy_texts(file)]
         configuration = load(texts, merge_domains=ServiceSettings.from_env(os.environ).merge_domain_config)
         rules, domains = len([*configuration.rules()]), len(configuration.domains)
     except UnreadablePolicy as error:
@@ -162,6 +166,15 @@ def _check_envoy(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     else:
         out.print(f"{out.paint('valid', GREEN)}: {_count(rules, 'rule')} in {_count(domains, 'domain')}")
     return EXIT_INVALID if problem is not None else 0
+
+
+def _envoy_texts(file: str) -> list[tuple[str, str]]:
+    """The name and the text of a file, or of all files of a directory."""
+    from headgate.server.envoy.config_directory import ConfigDirectory
+
+    if os.path.isdir(file):
+        return ConfigDirectory(file).read()
+    return [(file, decoded(file_content(file), file))]
 
 
 def check_file(file: str) -> CheckReport:
