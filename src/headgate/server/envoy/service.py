@@ -65,7 +65,7 @@ class ServiceError(HeadgateError):
 
 
 class Match(NamedTuple):
-    """The rule that applies to a descriptor, with its counter."""
+    """The rule that applies to a descriptor, with its counter, and what follows from both for every request."""
 
     rule: DescriptorRule
     stats_key: str
@@ -73,10 +73,24 @@ class Match(NamedTuple):
     """The identity of the counter: domain, unit, and key and value of each entry."""
     key: Key | None
     """The counter; None if the rule is unlimited or allows nothing."""
+    is_quota: bool
+    is_optional: bool
+    """True if the limit does not reject a request on its own."""
+    near_limit: int
+    """The usage above which hits count as near the limit."""
+    window_s: int
+    """The length of windows that all rules of the unit share; 0 if there are none."""
 
     @classmethod
-    def of(cls, rule: DescriptorRule, stats_key: str, parts: tuple[str, ...]) -> Match:
-        return cls(rule, stats_key, parts, None if rule.limit is None else rule.limit.by(*parts))
+    def of(cls, rule: DescriptorRule, stats_key: str, parts: tuple[str, ...], settings: ServiceSettings) -> Match:
+        key = None if rule.limit is None else rule.limit.by(*parts)
+        is_quota = rule.quota_mode or settings.quota_mode
+        near_limit = near_limit_threshold(rule.requests_per_unit, settings.near_limit_ratio)
+        has_windows = rule.limit is None or rule.limit.algorithm == "fixed_window"
+        if rule.unit == MONTH and settings.use_calendar_month_rate_limit:
+            has_windows = False
+        window_s = UNIT_SECONDS.get(rule.unit, 0) if has_windows else 0
+        return cls(rule, stats_key, parts, key, is_quota, is_quota or rule.shadow_mode, near_limit, window_s)
 
 
 class _Descriptor(NamedTuple):
@@ -341,7 +355,7 @@ class _ServiceBase:
                 line.is_over = line.hits > 0 and not line.is_refund
             if line.is_refund:
                 refunded.append(line)
-            elif charges_refused or not _is_optional(line, settings):
+            elif charges_refused or not line.match.is_optional:
                 enforced.append(line)
                 is_denied = is_denied or line.is_over
             else:
@@ -440,20 +454,22 @@ class _ServiceBase:
         now_us = self._clock.now_us()
         shown: tuple[int, Any] | None = None
         passed: list[DescriptorLine] = []
-        is_over = False
+        is_over = has_quotas = False
         for line in lines:
             status = response.statuses.add()
             if line.is_unlimited:
                 status.code, status.limit_remaining = OK, MAX_UINT32
                 continue
-            code = self._fill(status, line, now_us, settings)
+            code = self._fill(status, line, now_us)
             if line.match is not None and (shown is None or status.limit_remaining < shown[0]):
                 shown = status.limit_remaining, status
+            is_quota = _is_quota(line, settings)
+            has_quotas = has_quotas or is_quota
             if code != OVER_LIMIT:
                 passed.append(line)
-            elif not _is_quota(line, settings):
+            elif not is_quota:
                 is_over, line.denies, shown = True, True, (0, status)
-        is_exhausted = _is_quota_exhausted(lines, settings)
+        is_exhausted = has_quotas and _is_quota_exhausted(lines, settings)
         if is_exhausted:
             for line in lines:
                 line.denies = line.denies or (line.is_over and _is_quota(line, settings))
@@ -470,7 +486,7 @@ class _ServiceBase:
             response.dynamic_metadata.CopyFrom(_metadata(request, passed))
         return response
 
-    def _fill(self, status: Any, line: DescriptorLine, now_us: int, settings: ServiceSettings) -> int:
+    def _fill(self, status: Any, line: DescriptorLine, now_us: int) -> int:
         """Fill in the status of a descriptor, and count it. Returns the code."""
         match = line.match
         if match is None:
@@ -484,10 +500,13 @@ class _ServiceBase:
         current.unit = rule.unit
         current.name = rule.name
         status.limit_remaining = line.remaining
-        reset = status.duration_until_reset
-        reset.seconds = _seconds_until_reset(rule, line, line.at_us or now_us, settings)
-        reset.SetInParent()  # also if it is 0
-        self._counters.count_limit(match.stats_key, _counts(line, rule, settings.near_limit_ratio))
+        reset, window_s = status.duration_until_reset, match.window_s
+        if window_s:
+            reset.seconds = window_s - (line.at_us or now_us) // 1_000_000 % window_s
+        else:
+            reset.seconds = _seconds_until_reset(rule, line, line.at_us or now_us)
+            reset.SetInParent()  # also if it is 0
+        self._counters.count_limit(match.stats_key, _counts(line, match))
         return code
 
 
@@ -629,7 +648,7 @@ def _find(
     if rule.detailed_metric and not shares:
         labels = [f"{key}_{value}" for key, value in counted]  # also without a value
     parts = domain, unit, *[text for pair in counted for text in pair]
-    return Match.of(rule, _stats_key(domain, labels, settings), parts)
+    return Match.of(rule, _stats_key(domain, labels, settings), parts, settings)
 
 
 def _override(
@@ -647,7 +666,7 @@ def _override(
         limit = Limit(requests_per_unit, period, algorithm="fixed_window", name=name)
     rule = DescriptorRule(full_key, requests_per_unit, unit, limit=limit, origin="override")
     parts = domain, f"override-{unit}", *[text for entry in entries for text in entry]
-    return Match.of(rule, _stats_key(domain, labels, settings), parts)
+    return Match.of(rule, _stats_key(domain, labels, settings), parts, settings)
 
 
 def _special_key(match: Match, settings: ServiceSettings, charges_refused: bool) -> Key | None:
@@ -683,12 +702,7 @@ def _is_refund(descriptor: Any) -> bool:
 
 
 def _is_quota(line: DescriptorLine, settings: ServiceSettings) -> bool:
-    return settings.quota_mode or (line.match is not None and line.match.rule.quota_mode)
-
-
-def _is_optional(line: DescriptorLine, settings: ServiceSettings) -> bool:
-    """True if the limit does not reject a request on its own."""
-    return _is_quota(line, settings) or (line.match is not None and line.match.rule.shadow_mode)
+    return settings.quota_mode if line.match is None else line.match.is_quota
 
 
 def _is_quota_exhausted(lines: list[DescriptorLine], settings: ServiceSettings) -> bool:
@@ -702,12 +716,12 @@ def _is_quota_exhausted(lines: list[DescriptorLine], settings: ServiceSettings) 
     return has_quotas
 
 
-def _counts(line: DescriptorLine, rule: DescriptorRule, near_limit_ratio: float) -> dict[str, int]:
+def _counts(line: DescriptorLine, match: Match) -> dict[str, int]:
     """The counters that a request adds to. Hits on both sides of a threshold are divided."""
-    hits, before, limit = line.hits, line.before, rule.requests_per_unit
+    hits, before, limit = line.hits, line.before, match.rule.requests_per_unit
     if line.is_refund:
         return {"total_negative_hits": hits}
-    after, near = before + hits, near_limit_threshold(limit, near_limit_ratio)
+    after, near = before + hits, match.near_limit
     counts = {"total_hits": hits}
     if line.is_over:
         counts["over_limit"] = hits if before >= limit else after - limit
@@ -715,7 +729,7 @@ def _counts(line: DescriptorLine, rule: DescriptorRule, near_limit_ratio: float)
             counts["over_limit_with_local_cache"] = counts["over_limit"]
         if before < limit:
             counts["near_limit"] = limit - max(near, before)
-        if rule.shadow_mode:
+        if match.rule.shadow_mode:
             counts["shadow_mode"] = counts["over_limit"]
         return counts
     if after > near:
@@ -724,14 +738,11 @@ def _counts(line: DescriptorLine, rule: DescriptorRule, near_limit_ratio: float)
     return counts
 
 
-def _seconds_until_reset(rule: DescriptorRule, line: DescriptorLine, now_us: int, settings: ServiceSettings) -> int:
-    """The whole seconds until the window ends; for other algorithms, until the counter is as new."""
-    if rule.limit is not None and (rule.limit.algorithm != "fixed_window" or not rule.unit):
+def _seconds_until_reset(rule: DescriptorRule, line: DescriptorLine, now_us: int) -> int:
+    """The whole seconds until the month of the calendar ends or, for other algorithms, the counter is as new."""
+    if not rule.unit or (rule.limit is not None and rule.limit.algorithm != "fixed_window"):
         return -(-line.reset_us // 1_000_000)
-    if settings.use_calendar_month_rate_limit and rule.unit == MONTH:
-        return (CALENDAR_MONTH.window(now_us)[1] - now_us // 1_000_000 * 1_000_000) // 1_000_000
-    seconds = UNIT_SECONDS[rule.unit]
-    return seconds - now_us // 1_000_000 % seconds
+    return (CALENDAR_MONTH.window(now_us)[1] - now_us // 1_000_000 * 1_000_000) // 1_000_000
 
 
 def _add_headers(response: Any, status: Any, settings: ServiceSettings) -> None:
