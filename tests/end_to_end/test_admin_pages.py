@@ -868,6 +868,7 @@ PATHS = (
     "/overrides?search=acme",
     "/policy/versions",
     "/policy/versions/1",
+    "/actions?state=all",
     "/audit?author=carol",
     "/tokens",
 )

@@ -28,8 +28,8 @@ EXIT_BROKEN_PIPE: Final = 141
 """The exit codes that shells use for SIGINT and SIGPIPE."""
 
 COMMANDS: Final = (
-    "check", "explain", "replay", "suggest", "simulate", "why", "who", "override", "block", "tier", "reset", "tail",
-    "top", "regions", "lists", "audit", "policy", "scripts", "ledger", "token", "admin", "serve", "completion",
+    "check", "explain", "replay", "suggest", "simulate", "why", "who", "override", "block", "actions", "tier", "reset",
+    "tail", "top", "regions", "lists", "audit", "policy", "scripts", "ledger", "token", "admin", "serve", "completion",
 )  # fmt: skip
 """The commands. The module of each has run() and OPTIONS, or ACTIONS, a table of functions with their options; the
 docstrings are the help. Only the module of the command that runs is imported."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._node import node_name
+from headgate.control.action_audit import ActionAudit
 from headgate.control.canaries.evaluator import CanaryNodeGuard
 from headgate.control.config import ConfigStore, ConfigUnavailable, Conflict, default_decision_log_url
 from headgate.control.config.watcher import ConfigSource
@@ -46,6 +47,7 @@ class Connected:
         status: StatusReporter,
         status_store: StatusStore,
         guard: CanaryNodeGuard,
+        audit: ActionAudit,
         *,
         owns_log: bool,
     ) -> None:
@@ -55,11 +57,13 @@ class Connected:
         """Reports the node's status every second."""
         self._status_store = status_store
         self._guard = guard
+        self._audit = audit
         self._owns_log = owns_log
 
     def close(self) -> None:
         """Stop reporting, and flush the decision log. A log that the app opened stays open."""
         self._guard.close()
+        self._audit.close(CLOSE_TIMEOUT_S)
         self.status.close()
         with suppress(StoreError):  # an unavailable store has no connections to close
             self._status_store.close()
@@ -140,7 +144,9 @@ class ControlPlane:
             from headgate.telemetry import prometheus
 
             prometheus.register(gate)
-        return Connected(log, status, status_store, guard, owns_log=is_ours)
+        audit = ActionAudit(self.url)
+        gate.add_action_listener(audit.add)
+        return Connected(log, status, status_store, guard, audit, owns_log=is_ours)
 
     def _open_log(self, gate: GateBase, secret: str | bytes | None) -> tuple[DecisionLog | None, bool]:
         """The log, and True if it was opened here. A log that the app gave to its gate is used."""

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack, closing
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate import Calendar, Limiter
+from headgate.abuse.actions import ActionDispatcher, list_actions
+from headgate.abuse.model import AbuseScenario, ActionStep, Finding, Threshold
 from headgate.cli import main
 from headgate.control.admin import AdminServer, Tokens, create_app
 from headgate.control.admin.api.dependencies import Parts
@@ -220,6 +223,7 @@ TABLE = [
     Row("viewer", "GET", "overrides"),
     Row("viewer", "GET", "overrides/1"),
     Row("viewer", "GET", "blocks"),
+    Row("viewer", "GET", "actions?state=active&search=198.51"),
     Row("viewer", "GET", "tiers"),
     Row("viewer", "GET", "routes"),
     Row("viewer", "GET", "policy"),
@@ -243,6 +247,7 @@ TABLE = [
     Row("support", "POST", "blocks", {"who": {"kind": "ip", "value": "203.0.113.9"}} | WHY),
     Row("support", "DELETE", "blocks/1?reason=over"),
     Row("support", "DELETE", f"blocks?{WHO}&reason=over"),
+    Row("support", "DELETE", "actions/ACTION?reason=over"),
     Row("operator", "POST", "blocks", {"who": {"kind": "ip", "value": "203.0.113.0/24"}} | WHY),
     Row("operator", "PUT", "tiers/pro/search", {"bucket": "2000/minute"} | WHY),
     Row("operator", "DELETE", "tiers/pro/search?reason=over"),
@@ -261,8 +266,20 @@ TABLE = [
 ]
 
 
+def take_action(admin: Admin) -> str:
+    """Delay a client; returns the id of the action."""
+    engine, step = admin.counters.engine, ActionStep("delay", timedelta(minutes=5))
+    scenario = AbuseScenario("scraping", "ip", (Threshold("paths", 9),), timedelta(minutes=1), (step,))
+    found = Finding("scraping", "ip", "198.51.100.7", START_US, "paths", 10, 9, "10 paths in one minute")
+    ActionDispatcher(engine, admin.clock.now_us).apply(found, scenario)
+    (action,) = list_actions(engine, admin.clock.now_us())
+    return action.id
+
+
 def sent(admin: Admin, row: Row, role: str | None) -> httpx.Response:
     path = row.path.replace("TOKEN", admin.texts["viewer"].split("_")[1])
+    if "ACTION" in path:
+        path = path.replace("ACTION", take_action(admin))
     headers = {"If-Match": f'"{admin.store.version}"'} if row.based_on else {}
     return admin.ask(row.method, path, role=role, json=row.body, headers=headers)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from headgate.control.canaries.evaluator import CanaryEvaluator
 from headgate.control.config.audit_log import AuditRecord, list_audit_records
+from headgate.control.service.actions import ActionService
 from headgate.control.service.blocks import BlockService
 from headgate.control.service.canaries import CanaryService
 from headgate.control.service.clients import ClientService
@@ -137,6 +138,7 @@ class AdminService:
         self.clients = ClientService(deps)
         self.overrides = OverrideService(deps)
         self.blocks = BlockService(deps)
+        self.actions = ActionService(deps)
         self.policy = PolicyService(deps, self.overrides, self.blocks)
         self.canaries = CanaryService(deps, self.policy)
         self.regions = RegionService(deps, namespace)

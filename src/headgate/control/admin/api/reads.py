@@ -16,6 +16,7 @@ from headgate.control.admin.problems import problem_responses
 from headgate.control.anomalies.detector import Anomaly
 from headgate.control.config.rows import microseconds
 from headgate.control.service import models
+from headgate.control.service.actions import ActionView
 from headgate.control.service.client_lookup import Candidate
 from headgate.control.service.ledger import AccountRow, AccountView
 from headgate.control.service.redaction import redact_errors
@@ -171,6 +172,13 @@ def blocks(caller: CallerDependency, query: InQuery[schemas.BlocksQuery]) -> Any
     """Blocked clients."""
     caller.service.refuse_keys(query.search)
     return caller.service.blocks.list(**dict(query))
+
+
+@_get("/actions", list_model(ActionView))
+def actions(caller: CallerDependency, query: InQuery[schemas.ActionsQuery]) -> Any:
+    """Actions that scenarios have taken on clients, newest first."""
+    caller.service.refuse_keys(query.search)
+    return caller.service.actions.list(**dict(query))
 
 
 @_get("/tiers", list_model(models.TierView), has_etag=True)

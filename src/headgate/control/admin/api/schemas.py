@@ -28,14 +28,14 @@ from headgate.quotas.usage_alerts import UsageAlert
 from headgate.telemetry.decision_log.record import DecisionRecord, Outcome
 
 __all__ = [
-    "MAX_INTEGER", "AccountQuery", "AdjustmentBody", "AttributedBody", "AuditQuery", "BlockBody", "BlocksQuery",
-    "CanaryBody", "ChangeBody", "Checked", "ClientFilter", "ClientRemovalQuery", "ClientsQuery", "CreatedTokenModel",
-    "DecisionsQuery", "DiffQuery", "DifferenceModel", "EndCanaryBody", "FindBody", "Found", "GrantBody", "Name",
-    "Number", "OptionalClientFilter", "OverrideBody", "OverridesQuery", "PolicyBody", "PolicyQuery", "PolicyText",
-    "Reason", "RemovalQuery", "ResetBody", "RestoreBody", "RouteBody", "RouteRemovalQuery", "SearchBody", "Searched",
-    "StatementQuery", "StepsQuery", "SuggestionsQuery", "TierBody", "TierNumbersBody", "TimelineQuery", "TokenBody",
-    "TokenModel", "VersionModel", "VersionsQuery", "WhoBody", "WhyModel", "WhyQuery", "WriteAnswer", "list_model",
-    "view_model",
+    "MAX_INTEGER", "AccountQuery", "ActionId", "ActionsQuery", "AdjustmentBody", "AttributedBody", "AuditQuery",
+    "BlockBody", "BlocksQuery", "CanaryBody", "ChangeBody", "Checked", "ClientFilter", "ClientRemovalQuery",
+    "ClientsQuery", "CreatedTokenModel", "DecisionsQuery", "DiffQuery", "DifferenceModel", "EndCanaryBody",
+    "FindBody", "Found", "GrantBody", "Name", "Number", "OptionalClientFilter", "OverrideBody", "OverridesQuery",
+    "PolicyBody", "PolicyQuery", "PolicyText", "Reason", "RemovalQuery", "ResetBody", "RestoreBody", "RouteBody",
+    "RouteRemovalQuery", "SearchBody", "Searched", "StatementQuery", "StepsQuery", "SuggestionsQuery", "TierBody",
+    "TierNumbersBody", "TimelineQuery", "TokenBody", "TokenModel", "VersionModel", "VersionsQuery", "WhoBody",
+    "WhyModel", "WhyQuery", "WriteAnswer", "list_model", "view_model",
 ]  # fmt: skip
 
 MAX_INTEGER: Final = 2**53 - 1
@@ -98,6 +98,7 @@ EntryId = Annotated[
     str, _line(200, shortest=1), _NotSecret, Field(description="A repetition with the same id changes nothing")
 ]
 Whole = Annotated[int, BeforeValidator(_require_digits, json_schema_input_type=int)]
+ActionId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Number = Annotated[Whole, Field(ge=1, le=MAX_INTEGER)]
 RiskCode = Literal["ten-times", "tenth", "wildcard-block", "policy", "canary"]
 Section = Literal["documents", "tiers", "routes", "clients", "overrides", "blocked"]
@@ -314,6 +315,10 @@ class ClientsQuery(Query):
 
 class BlocksQuery(ClientsQuery):
     state: Literal["all", "active", "future", "expired"] = "all"
+
+
+class ActionsQuery(ClientsQuery):
+    state: Literal["all", "active", "shadow", "undone", "ended"] = "all"
 
 
 class OverridesQuery(BlocksQuery, OptionalClientFilter): ...

@@ -130,6 +130,12 @@ def unblock_client(write: Write, query: ClientRemoval, reason: HeaderReason) -> 
     return write.service.blocks.remove(write.context(query, reason), write.client(query))
 
 
+@_delete("/actions/{id}")
+def undo_action(write: Write, id: schemas.ActionId, query: Removal, reason: HeaderReason) -> Change:
+    """End an action of a scenario on all nodes. The scenario does not act on the client again in the grace time."""
+    return write.service.actions.undo(write.context(query, reason), id)
+
+
 @_put("/tiers/{tier}/{limit:path}")
 def set_tier(write: Write, tier: schemas.Name, limit: schemas.Name, body: schemas.TierNumbersBody) -> Change:
     """Set the rate of a limit for the clients of a tier."""

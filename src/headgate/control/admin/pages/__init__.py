@@ -9,6 +9,7 @@ from starlette.staticfiles import StaticFiles
 
 from headgate.control.admin.pages import (
     access,
+    actions,
     blocks,
     clients,
     ledger,
@@ -35,6 +36,7 @@ READS: Final[dict[str, Handler]] = {
     "/overrides/{id:int}": clients.override_page,
     "/blocks": lists.show_list,
     "/blocks/new": blocks.new_block,
+    "/actions": actions.actions,
     "/policy": policy.policy,
     "/policy/edit": policy.edit,
     "/policy/diff": policy.diff,
@@ -64,6 +66,7 @@ WRITES: Final[dict[str, Handler]] = {
     "/blocks/{id:int}/remove": blocks.remove_block,
     "/requests/{id}/approve": limit_requests.approve,
     "/requests/{id}/decline": limit_requests.decline,
+    "/actions/{id}/undo": actions.undo,
     "/policy/edit": policy.put,
     "/policy/canary/promote": policy.promote,
     "/policy/canary/rollback": policy.rollback_canary,

@@ -45,6 +45,7 @@ MENU: Final[tuple[tuple[str, str, Role], ...]] = (
     ("/overrides", "Overrides", "viewer"),
     ("/blocks", "Blocks", "viewer"),
     ("/requests", "Requests", "viewer"),
+    ("/actions", "Actions", "viewer"),
     ("/policy", "Policy", "viewer"),
     ("/regions", "Regions", "viewer"),
     ("/ledger", "Ledger", "viewer"),
