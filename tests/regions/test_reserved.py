@@ -253,6 +253,31 @@ def test_unspent_tokens_return_to_the_home_region() -> None:
     assert home.remaining == leases.reservation.home.capacity  # refilled, or returned
 
 
+@pytest.mark.parametrize("algorithm", ["fixed_window", "gcra", "sliding_log", "sliding_window"])
+@pytest.mark.parametrize("pause_s", [0, 1, 3, 5])
+def test_unspent_tokens_of_several_leases_return(algorithm: str, pause_s: int) -> None:
+    """The first of two leases is nearly over when the tokens of the second one would be returned."""
+    time, limit = Time(), Limit(10**4, timedelta(days=1), algorithm=algorithm, region="reserved", name="daily")
+    stores = {name: MemoryStore(SkewedClock(time, 0)) for name in REGIONS}
+    region, spent = Region("us", time, stores), 0
+    for second in (0, pause_s):
+        while time.now_us < START_US + (second + 2) * SECOND:
+            spent += sum(region.check(limit, 1) for _ in range(10))
+            region.agent.run_once()
+            time.now_us += 20_000
+        region.agent.run_once()
+        time.now_us = max(time.now_us, START_US + pause_s * SECOND)
+    for _ in range(150):
+        region.agent.run_once()
+        time.now_us += 100_000
+    (leases,) = region.agent.keys.values()
+    home = leases.reservation.home
+    held = stores["us"].check(region.router.counted(limit.by("ada")), cost=0).remaining
+    assert leases.returned > 0
+    left = stores["eu"].check(leases.home_key, cost=0).remaining
+    assert home.capacity - left <= spent + held + (2 if algorithm == "gcra" else 0)
+
+
 @pytest.mark.parametrize("algorithm", ["fixed_window", "gcra", "sliding_window", "token_bucket"])
 def test_a_refund_after_the_lease_returns_to_the_home_region_once(algorithm: str) -> None:
     time, limit = Time(), Limit(1000, timedelta(days=1), algorithm=algorithm, region="reserved", name="daily")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
 
 from headgate.decisions import Decision
@@ -35,6 +36,8 @@ LEASE_INTERVAL_S: Final = 1.05
 leased at once, and then with those for the others."""
 RETURN_AT: Final = 0.86
 """Part of a lease after which unspent tokens go back to the home region."""
+TAKEN_UNTIL: Final = 1.05
+"""Tokens of later leases that expire until then, as a part of the lease, are returned together with them."""
 CHUNKS: Final = 4
 """A lease is requested in parts: near the limit, those that still fit are granted."""
 IDLE_S: Final = 30.0
@@ -42,6 +45,13 @@ CLEANUP_INTERVAL_S: Final = 10.0
 RETURN_INTERVAL_S: Final = 1.05
 LOCK_S: Final = 3
 _LOCK: Final = Limit(1, timedelta(seconds=LOCK_S), algorithm="concurrency", name="%reserved agent")
+
+
+class _Batch(NamedTuple):
+    """Tokens of one lease in the pool."""
+
+    return_at: float
+    charged_us: int
 
 
 class KeyLeases:
@@ -60,10 +70,12 @@ class KeyLeases:
         """Tokens leased by this process so far."""
         self.returned = self.to_return = 0
         """Tokens that went back to the home region, and those that are about to."""
-        self.return_at: float | None = None
-        """When unspent tokens are taken out of the pool."""
-        self.charged_us: int | None = None
+        self._batches: deque[_Batch] = deque()
+        """The leases of which tokens may be in the pool, in their order."""
+        self.charged_us = 0
         """When the home region charged the last lease, on its clock."""
+        self._returned_us = 0
+        """When it charged the first of those that are about to go back."""
         self.asked_us = 0
         """When the last lease was requested, on the clock of the own region."""
         self.home_left: int | None = None
@@ -106,17 +118,31 @@ class KeyLeases:
         """The refund of what is to be returned. If it fails, the tokens stay charged."""
         amount, self.to_return = self.to_return, 0
         self.returned += amount
-        return Refund(self.home_key, amount, uuid4().hex, self.charged_us)
+        return Refund(self.home_key, amount, uuid4().hex, self._returned_us)
 
-    def record_return(self, tokens: int) -> None:
+    def record_return(self, tokens: int, charged_us: int) -> None:
+        """Return tokens of leases, the first of which was charged at that time: too early returns less, never more."""
+        self._returned_us = min(self._returned_us, charged_us) if self.to_return else charged_us
         self.to_return += tokens
+
+    @property
+    def return_at(self) -> float | None:
+        """When unspent tokens are taken out of the pool; None if it has none."""
+        return self._batches[0].return_at if self._batches else None
+
+    def record_taken(self, tokens: int, now: float) -> None:
+        """Return tokens that were taken out of the pool before they expired."""
+        charged_us = self._batches[0].charged_us
+        while self._batches and self._batches[0].return_at <= now + self.lease_s * (TAKEN_UNTIL - 1):
+            self._batches.popleft()
+        self.record_return(tokens, charged_us)
         self._level -= tokens  # not spent
 
     def record_deposit(self, tokens: int, now: float) -> None:
         self.leased += tokens
         self.left += tokens
         self._level, self._expires = self.left, now + self.lease_s
-        self.return_at = now + self.lease_s * RETURN_AT
+        self._batches.append(_Batch(now + self.lease_s * RETURN_AT, self.charged_us))
 
 
 class ReservedAgent:
@@ -199,15 +225,13 @@ class ReservedAgent:
         due = [each for each in self._returning.values() if each.return_at is not None and now >= each.return_at]
         if not due:
             return
-        soon = [round(leases.reservation.lease_us * (1.05 - RETURN_AT)) for leases in due]
+        soon = [round(leases.reservation.lease_us * (TAKEN_UNTIL - RETURN_AT)) for leases in due]
         answers = self._own.run_all(
             [TakeBack(leases.key, leases.key.limit.quota, within) for leases, within in zip(due, soon, strict=True)]
         )
         for leases, answer in zip(due, answers, strict=True):
-            leases.return_at = None
-            if type(answer) is int:
-                leases.record_return(answer)
-            if not leases.to_return:
+            leases.record_taken(answer if type(answer) is int else 0, now)
+            if not leases.to_return and leases.return_at is None:
                 del self._returning[leases.key]
 
     def _call_home(self, wanted: list[tuple[KeyLeases, int]]) -> None:
@@ -274,7 +298,7 @@ class ReservedAgent:
 
     def _return(self, leases: KeyLeases, tokens: int) -> None:
         """Send tokens back to the home region that were not deposited."""
-        leases.to_return += tokens
+        leases.record_return(tokens, leases.charged_us)
         self._returning[leases.key] = leases
 
     def _forget_idle(self, now: float) -> None:
