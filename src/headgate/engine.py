@@ -22,6 +22,7 @@ from headgate.events import EventEmitter
 from headgate.failure import FailurePolicy, FleetShare
 from headgate.keys import escape
 from headgate.leases import HoldTimes
+from headgate.limits import ReconciledLimits
 from headgate.local.block_list import LiveBlock
 from headgate.local.live_clients import LiveClientStore
 from headgate.local.maintenance import MaintenanceThread
@@ -155,6 +156,8 @@ class Engine:
             opener = self._region_clients(known_regions, clock, default_clock, escape(namespace))
             self.worker = RegionWorker(known_regions, opener, runtime=runtime)
             self.router = RegionRouter(known_regions, self.worker, (clock or default_clock).now_us)
+            if len(known_regions.urls) > 1 and runtime is SYSTEM:
+                ReconciledLimits.listen(self.worker)
         self.home: Any = None
         """The engine of the home region's store; None without regions, and in the home region itself."""
         if known_regions is not None and not known_regions.is_home:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from math import gcd, isfinite
 from typing import Any, ClassVar, Final
+from weakref import WeakSet
 
 from headgate import _limit_syntax
 from headgate.algorithms import ALGORITHMS, INTERNAL_ALGORITHMS, Algorithm, fair_share
@@ -241,6 +242,8 @@ class Limit:
             raise InvalidLimit(f"{problem}; {remedy}")
         if self.region != "regional" and self.split > 1:
             raise InvalidLimit(f"split {self.split} and region {self.region!r} cannot be combined; leave one out")
+        if self.region == "reconciled":
+            ReconciledLimits.announce()
 
     def _check_exactness(self, peak: int) -> None:
         if peak >= EXACT:
@@ -251,6 +254,31 @@ class Limit:
         if self.full > HORIZON_US * self.tokens and self.implementation.SHAPES_BURST:
             remedy = "use a smaller burst or a faster rate"
             raise InvalidLimit(f"limit {self.name!r} ({self}) takes more than ten years to fill; {remedy}")
+
+
+class ReconciledLimits:
+    """The first reconciled limit of the process, announced to limiters over several regions.
+
+    A region that has no requests yet must know what the others have admitted when the first one comes. Without such a
+    limit, nothing has to be exchanged.
+    """
+
+    _exist: ClassVar[bool] = False
+    _listeners: ClassVar[WeakSet[Any]] = WeakSet()
+
+    @classmethod
+    def listen(cls, listener: Any) -> None:
+        """Call `listener.ensure_exchange()` as soon as there is a reconciled limit; the listener is not kept alive."""
+        cls._listeners.add(listener)
+        if cls._exist:
+            listener.ensure_exchange()
+
+    @classmethod
+    def announce(cls) -> None:
+        if not cls._exist:
+            cls._exist = True
+            for listener in list(cls._listeners):
+                listener.ensure_exchange()
 
 
 @dataclass(frozen=True, slots=True)

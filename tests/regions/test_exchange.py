@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headgate import Decision, InvalidLimit, Limit, Limiter
+from headgate.limits import ReconciledLimits
 from headgate.regions.exchange import CLEANUP_INTERVAL, RegionExchange
+from headgate.stores.operations import Check
 from headgate.stores.redis.region_client import RegionClient
 from headgate.testing import FakeClock
 from support.servers import RedisServer, wait_until
@@ -361,6 +363,28 @@ def test_usage_refunds_and_resets_reach_all_regions(limiters: dict[str, Limiter]
     us.reset(key)
     for limiter in (ap, eu):
         wait_until(lambda: limiter.peek(key).remaining == 1000, "the reset")  # noqa: B023
+
+
+def test_a_region_without_requests_knows_the_usage_of_the_others(limiters: dict[str, Limiter]) -> None:
+    key = Limit(100, timedelta(days=1), algorithm="fixed_window", region="reconciled", name="idle").by("ada")
+    limiters["us"].check(key, cost=60)
+    counted = limiters["eu"].engine.router.counted(key)
+    wait_until(lambda: limiters["eu"].engine.store.run(Check((counted,), 0)).remaining == 40, "the usage of the other")
+    assert limiters["eu"].check(key).remaining == 39
+
+
+def test_limiters_exchange_nothing_without_a_reconciled_limit(
+    servers: dict[str, RedisServer], unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReconciledLimits, "_exist", False)
+    urls = {name: server.url for name, server in servers.items()}
+    with Limiter(urls["us"], namespace=unique, region="us", regions=urls, home="eu") as limiter:
+        worker = limiter.engine.worker
+        assert worker is not None
+        limiter.check(Limit(100, region="central", name="other", period=timedelta(days=1)).by("ada"))
+        assert worker.exchange is None
+        Limit(100, timedelta(days=1), region="reconciled", name="new")
+        assert worker.exchange is not None
 
 
 def test_blocks_of_a_limiter_reach_all_regions(limiters: dict[str, Limiter]) -> None:

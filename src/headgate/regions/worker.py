@@ -1,7 +1,7 @@
 """The background work of a limiter with regions: one worker exchanges usage and messages, another leases tokens.
 
-They start with the first request that needs them, and end with the limiter: neither keeps one alive that is not used
-any more.
+They start with the first request that needs them, the exchange as soon as there is a reconciled limit, and end with the
+limiter: neither keeps one alive that is not used any more.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class RegionWorker:
 
 
 def _run_exchange(reference: weakref.ref[RegionWorker]) -> Iterator[float]:
-    wait_s, exchange = 0.0, None
+    wait_s, exchange, is_failing = 0.0, None, False
     while True:
         yield wait_s
         worker = reference()
@@ -126,8 +126,11 @@ def _run_exchange(reference: weakref.ref[RegionWorker]) -> Iterator[float]:
             try:
                 exchange.run_once()
                 exchange.publish(held)
+                is_failing = False
             except StoreError as error:
-                logger.warning("region %s: no exchange: %s", exchange.own, error)
+                if not is_failing:
+                    logger.warning("region %s: no exchange: %s", exchange.own, error)
+                is_failing = True
         wait_s = max(MIN_PAUSE_S, next_at - monotonic())
     if exchange is not None:
         exchange.close()
