@@ -47,7 +47,7 @@ LOCK_S: Final = 3
 _LOCK: Final = Limit(1, timedelta(seconds=LOCK_S), algorithm="concurrency", name="%reserved agent")
 
 
-class _Batch(NamedTuple):
+class _LeasedBatch(NamedTuple):
     """Tokens of one lease in the pool."""
 
     return_at: float
@@ -70,7 +70,7 @@ class KeyLeases:
         """Tokens leased by this process so far."""
         self.returned = self.to_return = 0
         """Tokens that went back to the home region, and those that are about to."""
-        self._batches: deque[_Batch] = deque()
+        self._batches: deque[_LeasedBatch] = deque()
         """The leases of which tokens may be in the pool, in their order."""
         self.charged_us = 0
         """When the home region charged the last lease, on its clock."""
@@ -142,7 +142,7 @@ class KeyLeases:
         self.leased += tokens
         self.left += tokens
         self._level, self._expires = self.left, now + self.lease_s
-        self._batches.append(_Batch(now + self.lease_s * RETURN_AT, self.charged_us))
+        self._batches.append(_LeasedBatch(now + self.lease_s * RETURN_AT, self.charged_us))
 
 
 class ReservedAgent:
