@@ -39,7 +39,7 @@ from headgate.control.webhooks import Webhook, sign, verify
 from headgate.gate.gate import Gate
 from headgate.policy import read
 from headgate.telemetry.fleet.reporter import StatusReporter
-from headgate.telemetry.fleet.rollups import TrafficSketch
+from headgate.telemetry.fleet.rollups import TrafficSketch, most_of, read_minute
 from headgate.telemetry.pseudonyms import Pseudonymizer
 from headgate.testing import FakeRequest
 from support.anomaly_fleet import CLIENT, MINUTE_US, START, AnomalyFleet
@@ -185,6 +185,38 @@ def test_people_and_bots_are_distinguished(kind: str, agents: int, addresses: in
     anomaly = detect((kind, "hmac:x"), history, now, MinuteTotal("x", 100), START)
     assert anomaly is not None
     assert anomaly.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("kind", "bot", "verdict", "dominant"),
+    [
+        ("tenant", [], "people", 10),
+        ("tenant", [("curl", "198.51.100.9")] * 150, "people", 75),  # a batch job, and at least as many people
+        ("tenant", [("curl", "198.51.100.9")] * 400, "one bot", 88),
+        ("tenant", [("curl", f"198.51.100.{number % 200}") for number in range(400)], "one bot", 88),  # many addresses
+        ("tenant", [(f"agent {number % 30}", "198.51.100.9") for number in range(400)], "one bot", 88),  # many agents
+        ("ip", [(f"agent {number % 30}", "198.51.100.9") for number in range(400)], "people", 4),
+    ],
+)
+def test_a_bot_among_the_usual_clients_is_found(
+    kind: str, bot: list[tuple[str, str]], verdict: str, dominant: int
+) -> None:
+    people = [(f"browser {number % 10}", f"203.0.113.{number}", f"/{number % 40}") for number in range(50)]
+    now, before = MinuteTotal("x", 100), MinuteTotal("x", 100)
+    requests = [*people, *[(agent, address, "/search") for agent, address in bot]]
+    # As two nodes report them.
+    for minute, part in ((before, requests[::2]), (now, requests[1::2])):
+        sketch = TrafficSketch.of(part)
+        fields = [sketch.looked_at, *[f"{bitmap:x}" for bitmap in sketch.bitmaps]]
+        row = [kind, "hmac:x", "x", 100, *fields, *[[*most_of(counts)] for counts in sketch.requests]]
+        document = json.dumps({"v": 1, "minute": 1, "at_us": 1, "clients": [row]}).encode()
+        (client,) = read_minute(document)[1]
+        assert client.traits is not None
+        minute.traits.add(client.traits)
+    anomaly = detect((kind, "hmac:x"), TrafficHistory({bucket_of(1): 50}, 2 * DAY), now, before, START)
+    assert anomaly is not None
+    assert (anomaly.verdict, anomaly.dominant) == (verdict, pytest.approx(dominant, abs=3))
+    assert ("from a single user agent or address" in anomaly.text) is (verdict == "one bot")
 
 
 def test_node_with_a_wrong_clock_is_counted_in_the_right_minute(fleet: AnomalyFleet) -> None:

@@ -45,7 +45,22 @@ COOLDOWN_MINUTES: Final = 10
 """Minutes below the threshold after which an anomaly is over."""
 MIN_DISTINCT: Final = 4
 """Distinct user agents, addresses and paths from which traffic is taken for people."""
-STORED_FIELDS: Final = ("id", "kind", "key", "label", "usual", "verdict", "agents", "addresses", "paths", "looked_at")
+MAX_DOMINANT_PERCENT: Final = 80
+"""The largest part of one user agent or address in traffic that is taken for people: beyond it, one bot has joined the
+usual clients."""
+STORED_FIELDS: Final = (
+    "id",
+    "kind",
+    "key",
+    "label",
+    "usual",
+    "verdict",
+    "agents",
+    "addresses",
+    "paths",
+    "looked_at",
+    "dominant",
+)
 """The fields of an anomaly that have a column of the same name."""
 MIN_HISTORY_MINUTES: Final = DAY
 """Clients with a shorter history have no anomalies."""
@@ -86,6 +101,8 @@ class Anomaly:
     paths: int
     looked_at: int
     """The number of sampled requests."""
+    dominant: int = 0
+    """The part of the busiest user agent or address in them, in percent."""
     over: bool = False
     """True after ten minutes below the threshold."""
 
@@ -98,6 +115,8 @@ class Anomaly:
             if self.looked_at
             else "no requests were sampled"
         )
+        if self.dominant > MAX_DOMINANT_PERCENT and min(self.agents, self.paths) >= MIN_DISTINCT:
+            sample += f", {self.dominant} % of them from a single user agent or address"
         usual = max(self.usual, MIN_BASELINE)
         return (
             f"{self.label} sent {self.count:,} requests in a minute and {self.before:,} in the minute before, "
@@ -295,6 +314,10 @@ def detect(
     traits.add(before.traits)
     traits.add(now.traits)
     agents, addresses, paths = traits.estimates
+    looked_at = max(0, min(traits.looked_at, MAX_SAMPLED))
+    # A client that is identified by its address has only one.
+    busiest = traits.busiest[0] if client[0] == "ip" else max(traits.busiest)
+    dominant = min(100, 100 * busiest // looked_at) if looked_at else 0
     return Anomaly(
         id=secrets.token_hex(12),
         at_us=(minute + 1) * MINUTE_US,
@@ -305,11 +328,12 @@ def detect(
         before=before.requests,
         usual=usual,
         times=times_usual(now.requests, usual),
-        verdict=classify(client[0], agents, addresses, paths),
+        verdict=classify(client[0], agents, addresses, paths, dominant),
         agents=agents,
         addresses=addresses,
         paths=paths,
-        looked_at=max(0, min(traits.looked_at, MAX_SAMPLED)),
+        looked_at=looked_at,
+        dominant=dominant,
     )
 
 
@@ -338,10 +362,10 @@ def times_usual(requests: int, usual: int) -> float:
     return round(requests / max(usual, MIN_BASELINE), 1)
 
 
-def classify(kind: str, agents: int, addresses: int, paths: int) -> Literal["one bot", "people"]:
+def classify(kind: str, agents: int, addresses: int, paths: int, dominant: int) -> Literal["one bot", "people"]:
     """Mixed traffic is from people. A client identified by its address has only one of those."""
     distinct = [agents, paths] if kind == "ip" else [agents, addresses, paths]
-    return "people" if min(distinct) >= MIN_DISTINCT else "one bot"
+    return "people" if min(distinct) >= MIN_DISTINCT and dominant <= MAX_DOMINANT_PERCENT else "one bot"
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

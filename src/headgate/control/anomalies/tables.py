@@ -53,6 +53,7 @@ ANOMALIES: Final = Table(
     _number("addresses"),
     _number("paths"),
     _number("looked_at"),
+    Column("dominant", BigInteger, nullable=False, server_default="0"),
     _number("last_over"),
     _number("attempts"),
     _number("next_us", nullable=True),

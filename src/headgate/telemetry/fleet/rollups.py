@@ -17,14 +17,23 @@ from zlib import crc32
 from headgate.policy.snapshot import client_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from headgate.gate.event_stream import DecisionEvent
     from headgate.keys import Key
     from headgate.policy.snapshot import Identities
     from headgate.telemetry.pseudonyms import Pseudonym
 
-__all__ = ["OUTCOMES", "BusyClient", "MinuteRollup", "SecondRollups", "TrafficSketch", "quantile", "read_minute"]
+__all__ = [
+    "OUTCOMES",
+    "BusyClient",
+    "MinuteRollup",
+    "SecondRollups",
+    "TrafficSketch",
+    "most_of",
+    "quantile",
+    "read_minute",
+]
 
 OUTCOMES: Final = ("allowed", "denied", "blocked", "unavailable", "degraded")
 """The counts of a second, in their order in documents; degraded requests are counted by their outcome as well."""
@@ -218,30 +227,46 @@ MAX_COUNTED_CLIENTS: Final = 4_000
 MIN_SKETCHED_REQUESTS: Final = 20
 """Requests per minute from which on a client's sketch is reported."""
 SKETCH_BITS: Final = 256
+MAX_COUNTED_BITS: Final = 16
+"""The entries of the requests by agent, and of those by address, that are counted for a client."""
+MAX_REPORTED_BITS: Final = 4
+"""Of the requests by agent and by address, the entries that a node reports."""
 
 
 class TrafficSketch:
-    """Estimates the numbers of distinct user agents, addresses and paths (linear counting in bitmaps of 256 bits).
+    """Estimates the numbers of distinct user agents, addresses and paths (linear counting in bitmaps of 256 bits), and
+    the requests of the busiest agent and address.
 
     Bitmaps use the same hash on all nodes, so that sketches can be merged.
 
-    >>> TrafficSketch.of([("curl", "203.0.113.9", "/"), ("curl", "203.0.113.9", "/cart")]).estimates
-    (1, 1, 2)
+    >>> sketch = TrafficSketch.of([("curl", "203.0.113.9", "/"), ("curl", "203.0.113.9", "/cart")])
+    >>> sketch.estimates, sketch.busiest
+    ((1, 1, 2), (2, 2))
     """
 
-    __slots__ = ("bitmaps", "looked_at")
+    __slots__ = ("bitmaps", "looked_at", "requests")
 
-    def __init__(self, looked_at: int = 0, agents: int = 0, addresses: int = 0, paths: int = 0) -> None:
+    def __init__(
+        self,
+        looked_at: int = 0,
+        agents: int = 0,
+        addresses: int = 0,
+        paths: int = 0,
+        requests: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {}),
+    ) -> None:
         self.looked_at = looked_at
         """The number of sampled requests."""
         self.bitmaps = agents, addresses, paths
+        self.requests: tuple[dict[int, int], dict[int, int]] = {**requests[0]}, {**requests[1]}
+        """Sampled requests by the bit of their agent, and by that of their address: of the busiest."""
 
     @classmethod
     def of(cls, requests: Iterable[tuple[str, str, str]]) -> TrafficSketch:
         """The sketch of some requests, each a user agent, an address and a path."""
         sketch = cls()
         for agent, address, path in requests:
-            sketch.add(cls(1, _bit(agent), _bit(address), _bit(path)))
+            bits = _bit(agent), _bit(address)
+            sketch.add(cls(1, *bits, _bit(path), ({bits[0].bit_length(): 1}, {bits[1].bit_length(): 1})))
         return sketch
 
     def add(self, other: TrafficSketch) -> None:
@@ -249,6 +274,19 @@ class TrafficSketch:
         self.looked_at += other.looked_at
         agents, addresses, paths = [one | more for one, more in zip(self.bitmaps, other.bitmaps, strict=True)]
         self.bitmaps = agents, addresses, paths
+        for requests, others in zip(self.requests, other.requests, strict=True):
+            for bit, count in others.items():
+                requests[bit] = requests.get(bit, 0) + count
+            if len(requests) > MAX_COUNTED_BITS:  # one that sent most of the requests always stays
+                kept = heapq.nlargest(MAX_COUNTED_BITS // 2, requests.items(), key=lambda item: item[1])
+                requests.clear()
+                requests.update(kept)
+
+    @property
+    def busiest(self) -> tuple[int, int]:
+        """The sampled requests of the busiest agent, and of the busiest address: at least so many as they sent."""
+        agents, addresses = self.requests
+        return max(agents.values(), default=0), max(addresses.values(), default=0)
 
     @property
     def estimates(self) -> tuple[int, int, int]:
@@ -288,6 +326,7 @@ class _CountedClient:
         row: list[Any] = [*name(self.who)[:3], self.count]
         if self.sketch.looked_at and self.count >= MIN_SKETCHED_REQUESTS:
             row += [self.sketch.looked_at, *[f"{bitmap:x}" for bitmap in self.sketch.bitmaps]]
+            row += [[*most_of(requests)] for requests in self.sketch.requests]
         return row
 
 
@@ -328,6 +367,11 @@ class MinuteRollup:
         return encode({**fields, "v": 1, "minute": self.number, "clients": [each.row(name) for each in busiest]})
 
 
+def most_of(requests: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """The entries with the largest counts."""
+    yield from heapq.nlargest(MAX_REPORTED_BITS, requests.items(), key=lambda item: item[1])
+
+
 def encode(document: Any) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
@@ -343,12 +387,17 @@ def read_minute(document: bytes) -> tuple[Mapping[str, Any], list[BusyClient]]:
         raise ValueError("not the document of a minute") from error
 
 
+def _counts_of(entries: list[list[int]]) -> dict[int, int]:
+    return {int(bit): max(0, min(int(count), 2**53)) for bit, count in entries[:MAX_REPORTED_BITS]}
+
+
 def _busy_client(kind: str, key: str, label: str, count: int, *sketch: Any) -> BusyClient:
     if not (isinstance(kind, str) and isinstance(key, str) and isinstance(label, str) and type(count) is int):
         raise TypeError("not a client")
     traits = None
     if sketch:
-        looked_at, *bitmaps = sketch
+        looked_at, *bitmaps = sketch[:4]
         agents, addresses, paths = [int(bitmap, 16) & ((1 << SKETCH_BITS) - 1) for bitmap in bitmaps]
-        traits = TrafficSketch(int(looked_at), agents, addresses, paths)
+        by_agent, by_address = [_counts_of(entries) for entries in sketch[4:]] or ({}, {})
+        traits = TrafficSketch(int(looked_at), agents, addresses, paths, (by_agent, by_address))
     return BusyClient(kind[:50], key[:100], label[:200], max(0, min(count, 2**53)), traits)

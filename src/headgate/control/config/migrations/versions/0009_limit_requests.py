@@ -1,4 +1,4 @@
-"""Create the tables of messages to customers, and of their requests for higher limits."""
+"""Create the tables of messages to customers and of their requests for higher limits, and a column of anomalies."""
 
 from __future__ import annotations
 
@@ -53,5 +53,6 @@ def upgrade() -> None:
         _text("decided_by", 200, nullable=True),
         _number("decided_us", nullable=True),
     )
+    op.add_column("headgate_steps", sa.Column("dominant", sa.BigInteger, nullable=False, server_default="0"))
     op.create_index("headgate_limit_requests_client", "headgate_limit_requests", ["kind", "value"])
     op.create_index("headgate_limit_requests_state", "headgate_limit_requests", ["state", "at_us"])
