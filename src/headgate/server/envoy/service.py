@@ -30,6 +30,7 @@ from headgate.server.envoy.config import UNIT_SECONDS, DescriptorRule, limit_nam
 from headgate.server.envoy.descriptor_decisions import DescriptorDecisions
 from headgate.server.envoy.settings import ServiceSettings
 from headgate.server.envoy.stats import ServiceStats, near_limit_threshold
+from headgate.stores.operations import checked_refund
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -197,6 +198,7 @@ class _ServiceBase:
         self._configuration: Configuration | None = None
         self._descriptors: dict[tuple[str, bytes], _Descriptor] = {}
         self._counters = ServiceStats()
+        self._engine = limiter.engine
         self._clock = limiter.engine.clock or SystemClock()
         self._cache = limiter.engine.local.denial_cache
         self._checks = 0
@@ -261,7 +263,7 @@ class _ServiceBase:
     @property
     def has_remote_store(self) -> bool:
         """True if counters are in another process, so that calls gain from reaching it in batches."""
-        return self._limiter.engine.memory is None
+        return self._engine.memory is None
 
     @property
     def configuration(self) -> Configuration | None:
@@ -390,6 +392,14 @@ class _ServiceBase:
         if decision is not None and decision.allowed and _is_quota_exhausted(lines, settings):
             yield [_GiveBack(group.key, group.cost, decision) for group in groups if group.cost]
             yield from self._look(groups)
+
+    def _run_in_memory(self, operation: _Check | _GiveBack) -> Any:
+        """Run an operation on a store in this process, which answers at once and has no cache of denials."""
+        memory = self._engine.memory
+        if isinstance(operation, _Check):
+            costs = operation.costs
+            return memory.check(*operation.keys, cost=costs[0] if len(costs) == 1 else costs)
+        return memory.run(checked_refund(operation.key, operation.amount, None, operation.decision))
 
     def _begin_check(self) -> tuple[int, int]:
         self._checks += 1
@@ -536,8 +546,9 @@ class RateLimitService(_ServiceBase):
         steps = self._answer(request)
         try:
             operations = next(steps)
+            run = self._run if self._engine.memory is None else self._run_in_memory
             while True:
-                operations = steps.send([self._run(each) for each in operations])
+                operations = steps.send([run(each) for each in operations])
         except StopIteration as stop:
             return stop.value
         except (ServiceError, StoreError) as error:
@@ -578,7 +589,9 @@ class AsyncRateLimitService(_ServiceBase):
         try:
             operations = next(steps)
             while True:
-                if len(operations) == 1:
+                if self._engine.memory is not None:
+                    results = [self._run_in_memory(each) for each in operations]
+                elif len(operations) == 1:
                     results = [await self._run(operations[0])]
                 else:
                     results = list(await asyncio.gather(*map(self._run, operations)))
