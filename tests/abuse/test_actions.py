@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate import Limiter
+from headgate.abuse import actions
 from headgate.abuse.actions import ActionDispatcher, ClientAction, list_actions, undo_action
 from headgate.abuse.model import AbuseScenario, ActionStep, Finding, Threshold
 from headgate.testing import FakeClock
@@ -164,6 +165,18 @@ def test_spellings_of_a_network_are_one_client(nodes: Any) -> None:
     node.find(finding("2001:DB8::1/48"))
     node.find(finding("2001:db8::/48"))
     assert node.levels() == {"2001:db8::/48": ("tighten", 1)}
+
+
+def test_forged_clients_exhaust_no_memory(monkeypatch: pytest.MonkeyPatch, unique: str) -> None:
+    monkeypatch.setattr(actions, "MAX_RECORDS", 100)
+    node = Node("memory://", FakeClock(START_US), unique)
+    for number in range(1_000):
+        node.find(finding(f"10.0.{number >> 8}.{number & 255}"))
+    assert len(node.levels()) == 100
+    node.clock.advance(86_400)
+    node.engine.local.live_clients.sweep(node.clock.now_us())
+    node.find(finding("192.0.2.1"))
+    assert node.levels() == {"192.0.2.1": ("tighten", 1)}
 
 
 def test_many_findings_are_applied_in_batches(nodes: Any) -> None:

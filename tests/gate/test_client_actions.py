@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from headgate import Limit
 from headgate.abuse.actions import list_actions, undo_action
 from headgate.abuse.challenge import COOKIE, is_solved
 from headgate.abuse.model import AbuseScenario, ActionStep, Finding, Threshold
+from headgate.errors import StoreTimeout
 from headgate.gate.admission import UNLIMITED
 from headgate.gate.gate import AsyncGate, Gate
 from headgate.gate.view_limits import LimitDeclaration
@@ -219,6 +221,13 @@ def test_held_requests_enter_the_concurrency_limit_afterwards() -> None:
     assert gate.overload_stats()["*"].in_flight == 0
 
 
+def test_request_that_must_not_wait_is_not_held(gate: Any) -> None:
+    act(gate, step("delay"))
+    before_us = gate.now_us()
+    admission = gate.admit_without_store(Visit(), StoreTimeout("too late"))
+    assert (admission.allowed, gate.now_us()) == (True, before_us)
+
+
 # challenge
 
 
@@ -368,6 +377,13 @@ def test_views_do_not_hold_a_request_again(gate: Any) -> None:
     before_us = gate.now_us()
     assert sum(gate.admit(Visit(), view).allowed for _ in range(20)) == 2
     assert gate.now_us() == before_us
+
+
+def test_gates_without_a_common_secret_are_warned_about(redis7: Any, unique: str, caplog: Any) -> None:
+    policy = "limits: [{by: ip, bucket: 9/minute}]\nabuse: {scenarios: {scraping: {steps: [challenge for 1 minute]}}}"
+    for secret in (SECRET, None):
+        with closing(Gate(read(policy), redis7.url, namespace=unique, secret=secret)):
+            assert ("other nodes will challenge them again" in caplog.text) == (secret is None)
 
 
 # explanation

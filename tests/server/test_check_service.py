@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from headgate import AsyncLimiter
+from headgate.abuse.model import AbuseScenario, ActionStep, Finding, Threshold
 from headgate.gate.gate import AsyncGate
 from headgate.policy import read
 from headgate.server.check_service import (
@@ -158,6 +160,31 @@ def test_overload_is_answered_by_the_failure_mode_of_the_route(server: RedisServ
             assert (opened.allowed, str(opened.degraded).partition(":")[0]) == (True, "open")
             assert (closed.allowed, closed.status) == (False, 503)
             assert [(each.allowed, each.status) for each in late] == [(False, 503)] * 5
+            await gate.close()
+
+    run(test)
+
+
+def test_held_requests_neither_time_out_nor_keep_others_out() -> None:
+    def ask(ip: str) -> CheckBody:
+        return CheckBody.model_validate({"request": {"path": "/read", "ip": ip}})
+
+    async def test() -> None:
+        async with AsyncLimiter() as limiter:
+            gate = AsyncGate(read("limits: [{by: ip, bucket: 100/minute}]"))
+            service = CheckService(limiter, gate, max_concurrent=8, deadline=0.2)
+            steps = (ActionStep("delay", timedelta(minutes=5), delay=timedelta(seconds=10)),)
+            scraping = AbuseScenario("scraping", "ip", (Threshold("paths", 9),), timedelta(minutes=1), steps)
+            gate.actions.apply(Finding("scraping", "ip", "203.0.113.9", 0, "paths", 10, 9, "10 paths"), scraping)
+            held = [asyncio.create_task(service.check(ask("203.0.113.9"))) for _ in range(5)]
+            await asyncio.sleep(0)
+            assert (await service.check(ask("192.0.2.1"))).allowed
+            found = await asyncio.gather(*held)
+            assert sorted([(each.allowed, each.status) for each in found], key=str) == [
+                *[(False, 429)] * 3,
+                *[(True, None)] * 2,
+            ]
+            assert {each.degraded for each in found} == {None}
             await gate.close()
 
     run(test)

@@ -44,6 +44,7 @@ from headgate.gate.responses import ResponseBuilder, health_response
 from headgate.gate.view_limits import has_view_limits, view_rules
 from headgate.keys import is_keyed_hash
 from headgate.limiter import Limiter
+from headgate.local.restrictions import MAX_DELAY_US
 from headgate.overload.load_shedder import LoadShedder
 from headgate.overload.steady_clock import steady_now_us
 from headgate.policy.api_keys import ApiKeyHasher, IdentityHashes
@@ -218,6 +219,7 @@ class GateBase:
         self.policy_watcher: Any = None
         """Follows the policy file or the config store; None for a fixed policy."""
         self._held_places = threading.BoundedSemaphore(self._most_held)
+        self._longest_hold_us = MAX_DELAY_US
         self._action_listeners: tuple[Callable[[ClientAction], Any], ...] = ()
         self._shedders: dict[str, LoadShedder] = {}
         """The limits on requests in progress by their scope."""
@@ -603,7 +605,7 @@ class GateBase:
             pending.challenge = outcome.challenge
             if outcome.refusal is not None:
                 return self._refuse_by_action(pending, outcome.refusal, asked[1])
-        pending.held_us = found.delay_us
+        pending.held_us = min(found.delay_us, self._longest_hold_us)
         if pending.held_us:
             pending.needs_steps = True
         return None
@@ -988,6 +990,11 @@ class GateBase:
     def now_us(self) -> int:
         """Current time by the gate's clock."""
         return self._time_ns() // 1000
+
+    def limit_holding(self, most: int, longest_s: float) -> None:
+        """Hold fewer requests back at the same time, and for a shorter time, than by default; before the first one."""
+        self._held_places = threading.BoundedSemaphore(max(1, most))
+        self._longest_hold_us = min(MAX_DELAY_US, int(longest_s * 1_000_000))
 
     def add_action_listener(self, listener: Callable[[ClientAction], Any]) -> None:
         """Call a function with each action that this node takes on a client, outside of requests."""

@@ -214,6 +214,8 @@ class CheckService:
         self._max_concurrent = self._free = max_concurrent
         self._deadline_s = deadline
         self._deadline = CallDeadline(deadline)
+        if gate is not None:  # so that requests that are held back neither time out nor keep others out
+            gate.limit_holding(max_concurrent // 4, deadline / 2)
 
     @property
     def has_policy(self) -> bool:
