@@ -268,11 +268,13 @@ class Engine:
 
     def block(self, block: LiveBlock) -> None:
         """Add a block. Like the next two methods, it may wait for the store."""
-        self.live_client_store().block_all([block])
+        with self.live_client_store() as store:
+            store.block_all([block])
 
     def unblock(self, block: LiveBlock) -> bool:
         """True if there was such a block."""
-        return self.live_client_store().unblock(block.kind, block.value)
+        with self.live_client_store() as store:
+            return store.unblock(block.kind, block.value)
 
     def blocks(self) -> list[LiveBlock]:
         if self.maintenance is None:

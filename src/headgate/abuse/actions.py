@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter
 from hashlib import blake2b
+from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headgate._fork import reinit_after_fork
@@ -31,7 +32,7 @@ MAX_PENDING: Final = 20_000
 """Findings that wait to be applied; more are dropped, as they will be found again."""
 MAX_RECORDS: Final = 100_000
 """Clients with restrictions on one node. With more, nobody else is restricted until some have ended."""
-BATCH_SIZE: Final = 200
+BATCH_SIZE: Final = 500
 MAX_ATTEMPTS: Final = 5
 """Attempts at a change while other nodes change the same record."""
 UNKNOWN_CLIENTS: Final = ("global", "endpoint", "agent", "asn")
@@ -126,28 +127,28 @@ class ActionDispatcher:
 
     def flush(self) -> None:
         """Apply the findings that wait, before returning."""
-        while True:
-            with self._applying:
+        with self._applying, self._engine.live_client_store() as store:
+            while True:
                 with self._lock:
-                    keys = list(self._pending)[:BATCH_SIZE]
+                    keys = list(islice(self._pending, BATCH_SIZE))
                     batch = [self._pending.pop(key) for key in keys]
                 if not batch:
                     return
                 try:
-                    self._apply_batch(batch)
+                    self._apply_batch(store, batch)
                 except StoreError as error:
                     self._drop(len(batch))
                     logger.warning("%d findings could not be applied: %s", len(batch), error)
                 except Exception:
                     logger.exception("%d findings could not be applied", len(batch))
 
-    def _apply_batch(self, batch: Sequence[PendingFinding]) -> None:
+    def _apply_batch(self, store: LiveClientStore, batch: Sequence[PendingFinding]) -> None:
         """Climb with each client.
 
         Blocks come before the records: a node that fails in between has blocked the client until the end of that block,
         and the next finding takes the same step again.
         """
-        store, rest = self._engine.live_client_store(), list(batch)
+        rest = list(batch)
         for _ in range(MAX_ATTEMPTS):
             clients = list(dict.fromkeys([each.client for each in rest]))
             records = dict(zip(clients, store.find_restrictions(clients), strict=True))
@@ -218,9 +219,11 @@ class ActionDispatcher:
 def list_actions(engine: Engine, now_us: int) -> list[ClientAction]:
     """The actions on all nodes, newest first: those in force and in shadow mode, those that were undone within their
     grace time, and those whose level has not decayed yet."""
+    with engine.live_client_store() as store:
+        records = store.restrictions()
     found = [
         ClientAction(record.kind, record.value, each)
-        for record in engine.live_client_store().restrictions()
+        for record in records
         for each in record.by_scenario.values()
         if now_us < each.forget_us
     ]
@@ -229,21 +232,20 @@ def list_actions(engine: Engine, now_us: int) -> list[ClientAction]:
 
 def undo_action(engine: Engine, action: ClientAction, *, grace: timedelta, by: str, now_us: int) -> Restriction | None:
     """End an action on all nodes; the restriction as it is now, or None if there is none of this scenario."""
-    store, (kind, value, asked) = engine.live_client_store(), action
-    for _ in range(MAX_ATTEMPTS):
-        (before,) = store.find_restrictions([(kind, value)])
-        restriction = None if before.record is None else before.record.by_scenario.get(asked.scenario)
-        if before.record is None or restriction is None:
-            return None
-        after = undo(restriction, grace, by, now_us)
-        if restriction.undone_us is not None:
-            return restriction
-        (is_swapped,) = store.swap_restrictions([(before, before.record.with_restriction(after, now_us))])
-        if is_swapped:
-            ended = ClientAction(kind, value, restriction)
-            if ended.is_block:
-                _correct_block(store, ended, now_us)
-            return after
+    kind, value, asked = action
+    with engine.live_client_store() as store:
+        for _ in range(MAX_ATTEMPTS):
+            (before,) = store.find_restrictions([(kind, value)])
+            restriction = None if before.record is None else before.record.by_scenario.get(asked.scenario)
+            if before.record is None or restriction is None or restriction.undone_us is not None:
+                return restriction
+            after = undo(restriction, grace, by, now_us)
+            (is_swapped,) = store.swap_restrictions([(before, before.record.with_restriction(after, now_us))])
+            if is_swapped:
+                ended = ClientAction(kind, value, restriction)
+                if ended.is_block:
+                    _correct_block(store, ended, now_us)
+                return after
     raise StoreError(f"the restrictions of {kind} {value} are being changed; try again")
 
 

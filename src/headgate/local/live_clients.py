@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headgate.local.block_list import BlockList, LiveBlock
@@ -10,6 +9,7 @@ from headgate.local.restrictions import ClientRestrictions, RestrictionList, enc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import Self
 
 __all__ = ["LiveClientStore", "LiveClients", "StoredRestrictions"]
 
@@ -49,9 +49,9 @@ class StoredRestrictions(NamedTuple):
 class LiveClientStore:
     """Reads and writes the shared lists; every method may wait for the store, and raise a StoreError.
 
-    `store` creates the clients that connect to it. Without one, the lists of this process are all that there is. The
-    connections are closed when each method returns: changes are rare. `announce` is called with each change of a
-    block, for other regions: with the block and True if it is set, False if it has ended.
+    `store` creates the clients that connect to it. Without one, the lists of this process are all that there is. As a
+    context manager, it closes the connections: changes are rare. `announce` is called with each change of a block, for
+    other regions: with the block and True if it is set, False if it has ended.
     """
 
     def __init__(
@@ -64,33 +64,38 @@ class LiveClientStore:
         self._client = None if store is None else store.background_client()
         self._announce = announce
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the connections; the next call opens new ones."""
+        if self._client is not None:
+            self._client.close()
+
     def refresh(self, changed: Sequence[tuple[str, str]] | None) -> None:
         """Read the entries of these identities again; for None, those of all."""
         if (client := self._client) is None:
             return
         blocks, restrictions = self._live.blocks, self._live.restrictions
-        with closing(client):
-            if changed is None:
-                blocks.reload(client.blocks)
-                restrictions.reload(lambda: _known(client.restrictions()))
-            else:
-                blocks.refresh(changed, client.find_blocks)
-                restrictions.refresh(changed, lambda names: [*map(_entry, client.find_restrictions(names))])
+        if changed is None:
+            blocks.reload(client.blocks)
+            restrictions.reload(lambda: _known(client.restrictions()))
+        else:
+            blocks.refresh(changed, client.find_blocks)
+            restrictions.refresh(changed, lambda names: [*map(_entry, client.find_restrictions(names))])
 
     def find_restrictions(self, identities: Sequence[tuple[str, str]]) -> list[StoredRestrictions]:
         """The records of identities, in their canonical spelling."""
         if (client := self._client) is None:
             return [StoredRestrictions(self._live.restrictions.get(*identity), None) for identity in identities]
-        with closing(client):
-            texts = client.find_restrictions(identities)
+        texts = client.find_restrictions(identities)
         return [StoredRestrictions(None if text is None else read_restrictions(text), text) for text in texts]
 
     def restrictions(self) -> list[ClientRestrictions]:
         """All records."""
         if (client := self._client) is None:
             return [*self._live.restrictions]
-        with closing(client):
-            found = [read_restrictions(text) for text in client.restrictions()]
+        found = [read_restrictions(text) for text in client.restrictions()]
         return [*{(each.kind, each.value): each for each in found if each is not None}.values()]
 
     def swap_restrictions(self, changes: Sequence[tuple[StoredRestrictions, ClientRestrictions]]) -> list[bool]:
@@ -98,9 +103,8 @@ class LiveClientStore:
         own = self._live.restrictions
         if (client := self._client) is None:
             return [own.swap(before.record, *_entry_of(after)) for before, after in changes]
-        with closing(client):
-            texts = [(after.kind, after.value, before.text, encode_restrictions(after)) for before, after in changes]
-            swapped: list[bool] = client.swap_restrictions(texts)
+        texts = [(after.kind, after.value, before.text, encode_restrictions(after)) for before, after in changes]
+        swapped: list[bool] = client.swap_restrictions(texts)
         for (_, after), is_swapped in zip(changes, swapped, strict=True):
             if is_swapped:  # at once here, and on the others when they receive the message
                 own.set(*_entry_of(after))
@@ -109,8 +113,7 @@ class LiveClientStore:
     def block_all(self, blocks: Sequence[LiveBlock]) -> None:
         """Add or replace blocks."""
         if (client := self._client) is not None and blocks:
-            with closing(client):
-                client.block_all(blocks)
+            client.block_all(blocks)
         for block in blocks:
             self._live.blocks.set(*block)
             self._announce(block, True)
@@ -126,8 +129,7 @@ class LiveClientStore:
         """Remove a block; False if there was none."""
         if (client := self._client) is None:
             return self._live.blocks.drop(kind, value)
-        with closing(client):
-            existed: bool = client.unblock(kind, value)
+        existed: bool = client.unblock(kind, value)
         self._live.blocks.drop(kind, value)
         self._announce(LiveBlock(kind, value), False)
         return existed
@@ -141,8 +143,7 @@ class LiveClientStore:
         """The blocks of identities, in their canonical spelling."""
         if (client := self._client) is None:
             return [self._live.blocks.get(*identity) for identity in identities]
-        with closing(client):
-            return [None if block is None else LiveBlock(*block) for block in client.find_blocks(identities)]
+        return [None if block is None else LiveBlock(*block) for block in client.find_blocks(identities)]
 
 
 def _outlasts(block: LiveBlock, other: LiveBlock) -> bool:

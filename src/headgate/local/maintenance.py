@@ -427,7 +427,8 @@ class MaintenanceThread:
             def refresh(changed: list[tuple[str, str]] | None) -> None:
                 """Read the blocks and restrictions of these identities from the store; for None, all of them."""
                 if clients is not None:
-                    clients.refresh(changed)
+                    with clients:
+                        clients.refresh(changed)
 
             def connected() -> None:
                 denial_cache.clear()
