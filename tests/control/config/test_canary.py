@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from sqlalchemy.engine import Connection
+
     from headgate.policy.model import Policy
 
 BY: Any = {"author": "ada", "reason": "test"}
@@ -253,17 +255,23 @@ def test_node_keeps_its_role_without_the_config_store(file_store: ConfigStore, t
     assert (after.source, after.current, after.canary and after.canary.role) == ("copy", 5, "candidate")
 
 
+def columns_by_table(connection: Connection) -> dict[str, set[str]]:
+    found = inspect(connection)
+    names = [name for name in found.get_table_names() if name.startswith("headgate_")]
+    return {name: {column["name"] for column in found.get_columns(name)} for name in names}
+
+
 def test_store_of_an_earlier_revision_is_upgraded(store: ConfigStore) -> None:
     with create_engine("sqlite://").begin() as first:
         migrate(first, "0005")
-        first_tables = set(inspect(first).get_table_names())
+        earlier = columns_by_table(first)
     with write_transaction(store.engine) as connection:
-        for table in {
-            name for name in inspect(connection).get_table_names() if name.startswith("headgate_")
-        } - first_tables:
-            connection.exec_driver_sql(f"DROP TABLE {table}")
-        for column in ("timezone", "starts"):
-            connection.exec_driver_sql(f"ALTER TABLE headgate_clients DROP COLUMN {column}")
+        for table, columns in columns_by_table(connection).items():
+            if table not in earlier:
+                connection.exec_driver_sql(f"DROP TABLE {table}")
+                continue
+            for column in columns - earlier[table]:
+                connection.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.exec_driver_sql(f"UPDATE {VERSION_TABLE} SET version_num = '0005'")
     with closing(ConfigStore(store.engine.url.render_as_string(hide_password=False))) as upgraded:
         assert quota(upgraded.policy()) == 10

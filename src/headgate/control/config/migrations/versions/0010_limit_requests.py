@@ -9,8 +9,8 @@ from alembic import op
 
 __all__ = ["branch_labels", "depends_on", "down_revision", "revision", "upgrade"]
 
-revision = "0009"
-down_revision = "0008"
+revision = "0010"
+down_revision = "0009"
 branch_labels = None
 depends_on = None
 
