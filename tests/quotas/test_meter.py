@@ -10,6 +10,7 @@ import sqlite3
 import threading
 from contextlib import closing
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,8 +27,6 @@ from headgate.telemetry.prometheus import register_meter
 from support.processes import run_in_child
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from headgate.testing import FakeClock
 
 
@@ -405,6 +404,56 @@ def test_forked_child_has_leases_of_its_own(ledger: Ledger, tmp_path: Path) -> N
         assert run_in_child(work) == 0
         assert meter.charge("acme", 4)
     assert ledger.summary("acme").charged == 7
+
+
+def test_forked_child_opens_a_journal_with_its_first_charge(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the directory that was meant when the meter was made."""
+    ledger.grant("acme", 1000)
+    monkeypatch.chdir(tmp_path)
+    meter = QuotaMeter(ledger, wait_s=20, journal="journal")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    def files() -> int:
+        assert [*Path().iterdir()] == []
+        return len([*(tmp_path / "journal").iterdir()])
+
+    def charge() -> None:
+        assert files() == 1
+        assert meter.charge("acme", 1)
+        assert files() == 2
+        meter.close()
+        assert files() == 1
+
+    assert run_in_child(charge) == 0
+    meter.close()
+
+    def charge_after_close() -> None:
+        assert not meter.charge("acme", 1)
+        assert files() == 0
+
+    assert run_in_child(charge_after_close) == 0
+
+
+def test_forked_child_charges_without_a_journal_that_cannot_be_written(
+    ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger.grant("acme", 1000)
+    with QuotaMeter(ledger, wait_s=20, journal=tmp_path / "journal") as meter:
+
+        def work() -> None:
+            (tmp_path / "journal").rename(tmp_path / "moved")
+            (tmp_path / "journal").touch()
+            assert meter.charge("acme", 1)
+            assert "charges of this process are in no journal" in caplog.text
+            meter.close()
+
+        assert run_in_child(work) == 0
+        (tmp_path / "journal").unlink()
+        (tmp_path / "moved").rename(tmp_path / "journal")
+    assert ledger.summary("acme").charged == 1
 
 
 def test_large_journal_is_replaced_once_it_is_written(

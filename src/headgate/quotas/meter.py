@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 from uuid import uuid4
 
 from headgate._fork import reinit_after_fork
-from headgate.errors import HeadgateError, InvalidInput
+from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput
 from headgate.quotas.arguments import MAX_AMOUNT, MAX_REFERENCE, check_account, check_amount, check_id, check_text
 from headgate.quotas.entries import UsageRecord, slice_sources
 from headgate.quotas.journal import UsageJournal, abandoned_journals
@@ -26,7 +27,6 @@ from headgate.quotas.ledger import LedgerUnavailable
 from headgate.quotas.storage import LedgerDamaged
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Collection, Iterable
     from typing import Self
 
@@ -233,17 +233,19 @@ class QuotaMeter:
     ) -> None:
         """`on_change` is called by the background thread: with an error when the ledger becomes unavailable, with None
         when it is available again."""
-        self._ledger, self._directory = ledger, journal
+        self._ledger = ledger
+        self._directory = None if journal is None else os.path.abspath(journal)
         self._on_change = on_change
         self._outage_units, self._interval_s, self._wait_s = outage_units, write_interval_s, wait_s
         self._start()
+        self._journal = None if self._directory is None else UsageJournal(self._directory)
         reinit_after_fork(self)
 
     def _start(self) -> None:
         self._exchange_lock = threading.Lock()
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._journal = None if self._directory is None else UsageJournal(self._directory)
+        self._journal: UsageJournal | None = None
         self._accounts: dict[str, _MeteredAccount] = {}
         self._recent: OrderedDict[str, MeterReservation] = OrderedDict()
         self._id_prefix, self._numbers = uuid4().hex, count(1)
@@ -267,10 +269,13 @@ class QuotaMeter:
         self._thread: threading.Thread | None = None
 
     def reset_after_fork(self) -> None:
-        """The child has leases and a journal of its own; those of the parent stay with the parent."""
+        """The leases and the journal of the parent stay with it. The child opens its own with its first charge, as many
+        children never charge."""
         if self._journal is not None:
             self._journal.abandon()  # it would keep the parent's lock
+        is_closed = self._is_closed
         self._start()
+        self._is_closed = is_closed
 
     def close(self) -> None:
         """Write all charges, and close all leases. If the ledger is unavailable, the journal is kept for recovery."""
@@ -530,8 +535,16 @@ class QuotaMeter:
     def _start_thread(self) -> None:
         with self._lock:
             if self._thread is None and not self._is_closed:
+                self._open_journal()
                 self._thread = threading.Thread(target=self._run, name="headgate-quota-meter", daemon=True)
                 self._thread.start()
+
+    def _open_journal(self) -> None:
+        if self._directory is not None and self._journal is None:
+            try:
+                self._journal = UsageJournal(self._directory)
+            except InvalidConfiguration as error:
+                logger.error("charges of this process are in no journal: %s", error)
 
     def _run(self) -> None:
         while not self._is_closed:
