@@ -238,7 +238,8 @@ class QuotaMeter:
         self._on_change = on_change
         self._outage_units, self._interval_s, self._wait_s = outage_units, write_interval_s, wait_s
         self._start()
-        self._journal = None if self._directory is None else UsageJournal(self._directory)
+        if self._directory is not None:
+            self._journal = UsageJournal(self._directory)
         reinit_after_fork(self)
 
     def _start(self) -> None:
