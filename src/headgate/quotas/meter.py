@@ -238,6 +238,7 @@ class QuotaMeter:
         self._on_change = on_change
         self._outage_units, self._interval_s, self._wait_s = outage_units, write_interval_s, wait_s
         self._start()
+        self._journal: UsageJournal | None = None
         if self._directory is not None:
             self._journal = UsageJournal(self._directory)
         reinit_after_fork(self)
@@ -246,7 +247,7 @@ class QuotaMeter:
         self._exchange_lock = threading.Lock()
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._journal: UsageJournal | None = None
+        self._journal = None
         self._accounts: dict[str, _MeteredAccount] = {}
         self._recent: OrderedDict[str, MeterReservation] = OrderedDict()
         self._id_prefix, self._numbers = uuid4().hex, count(1)
