@@ -93,7 +93,8 @@ def polite(
 
 def read_response(result: Any) -> tuple[int, Any] | None:
     """The status and headers of a response of any library, or of an exception that has one; None for anything else."""
-    result = getattr(result, "response", None) or result
+    response = getattr(result, "response", None)
+    result = result if response is None else response  # those of requests are false if they report an error
     for name in ("status_code", "status", "code"):
         status = getattr(result, name, None)
         headers = getattr(result, "headers", None)
