@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
 
 import aiohttp
 import httpx
@@ -516,7 +517,7 @@ class Server:
         return runner, f"http://127.0.0.1:{runner.addresses[0][1]}/"
 
 
-def test_aiohttp_requests_and_httpx_repeat_on_a_real_server() -> None:
+def test_aiohttp_requests_httpx_and_urllib_repeat_on_a_real_server() -> None:
     server = Server()
 
     async def main() -> None:
@@ -536,13 +537,25 @@ def test_aiohttp_requests_and_httpx_repeat_on_a_real_server() -> None:
                 assert session.put(url, data=b"a").text == "yes"
             with httpx.Client(transport=RateLimitTransport(random=lambda: 0.0)) as polite_client:
                 assert polite_client.put(url, content=b"a").text == "yes"
+            assert fetch_with_requests() == fetch_with_urllib() == b"yes"
+
+        @polite("api", method="GET", random=lambda: 0.0)
+        def fetch_with_requests() -> bytes:
+            response = requests.get(url, timeout=10)
+            response.raise_for_status()
+            return response.content
+
+        @polite("api", method="GET", random=lambda: 0.0)
+        def fetch_with_urllib() -> bytes:
+            with urlopen(url, timeout=10) as response:
+                return response.read()  # type: ignore[no-any-return]
 
         await asyncio.to_thread(use_requests)
         await runner.cleanup()
 
     asyncio.run(main())
     gc.collect()  # a connection that was not closed would warn here
-    assert server.bodies == [b"a", b"a", b"", b"", *[b"a"] * 6]
+    assert server.bodies == [b"a", b"a", b"", b"", *[b"a"] * 6, *[b""] * 4]
 
 
 def test_quotas_can_be_inspected(clock: FakeClock) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from http.client import parse_headers as parse_message
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import http_sf
@@ -21,6 +23,7 @@ from headgate.clients.structured_fields import parse_dictionary, parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from http.client import HTTPMessage
 
 NOW = datetime(2026, 11, 18, 12, 0, tzinfo=UTC)
 EPOCH = int(NOW.timestamp())
@@ -225,6 +228,134 @@ SAMPLES = [
     ),
     Sample("Zendesk", {"X-Rate-Limit": "700", "X-Rate-Limit-Remaining": "699"}, [Quota(None, 700, 699)]),
     Sample(
+        "Zendesk, an endpoint",
+        {"Zendesk-RateLimit-Tickets-Index": "total=100; remaining=99; resets=41"},
+        [Quota("tickets-index", 100, 99, 41)],
+    ),
+    Sample(
+        "Twitch",
+        {"Ratelimit-Limit": "800", "Ratelimit-Remaining": "799", "Ratelimit-Reset": f"{EPOCH + 3}"},
+        [Quota(None, 800, 799, 3)],
+    ),
+    Sample(
+        "Okta",
+        {"X-Rate-Limit-Limit": "600", "X-Rate-Limit-Remaining": "598", "X-Rate-Limit-Reset": f"{EPOCH + 30}"},
+        [Quota(None, 600, 598, 30)],
+    ),
+    Sample(
+        "Vimeo",
+        {
+            "X-RateLimit-Limit": "250",
+            "X-RateLimit-Remaining": "240",
+            "X-RateLimit-Reset": "2026-11-18T12:15:30+00:00",
+        },
+        [Quota(None, 250, 240, 930)],
+    ),
+    Sample(
+        "Cerebras",
+        {
+            "x-ratelimit-limit-requests-day": "14400",
+            "x-ratelimit-remaining-requests-day": "14399",
+            "x-ratelimit-reset-requests-day": "33011.38",
+            "x-ratelimit-limit-tokens-minute": "60000",
+            "x-ratelimit-remaining-tokens-minute": "59000",
+        },
+        [
+            Quota("requests-day", 14_400, 14_399, 33_011.38, 86_400),
+            Quota("tokens-minute", 60_000, 59_000, None, 60, unit="tokens"),
+        ],
+    ),
+    Sample(
+        "Mistral",
+        {"x-ratelimit-limit-tokens-5-minute": "500000", "x-ratelimit-remaining-tokens-5-minute": "499000"},
+        [Quota("tokens-5-minute", 500_000, 499_000, None, 300, unit="tokens")],
+    ),
+    Sample(
+        "Strava",
+        {
+            "X-RateLimit-Limit": "200,2000",
+            "X-RateLimit-Usage": "100,1500",
+            "X-ReadRateLimit-Limit": "100,1000",
+            "X-ReadRateLimit-Usage": "10,20",
+        },
+        [Quota(None, 200, 100), Quota(None, 2000, 500), Quota(None, 100, 90), Quota(None, 1000, 980)],
+    ),
+    Sample(
+        "Riot Games",
+        {"X-App-Rate-Limit": "20:1,100:120", "X-App-Rate-Limit-Count": "1:1,5:120"},
+        [Quota(None, 20, 19, None, 1), Quota(None, 100, 95, None, 120)],
+    ),
+    Sample(
+        "Trello",
+        {
+            "x-rate-limit-api-key-interval-ms": "10000",
+            "x-rate-limit-api-key-max": "300",
+            "x-rate-limit-api-key-remaining": "299",
+        },
+        [Quota("api-key", 300, 299, None, 10)],
+    ),
+    Sample(
+        "BigCommerce",
+        {
+            "X-Rate-Limit-Requests-Left": "149",
+            "X-Rate-Limit-Requests-Quota": "150",
+            "X-Rate-Limit-Time-Reset-Ms": "3000",
+            "X-Rate-Limit-Time-Window-Ms": "30000",
+        },
+        [Quota(None, 150, 149, 3, 30)],
+    ),
+    Sample(
+        "Datadog",
+        {
+            "X-RateLimit-Limit": "100",
+            "X-RateLimit-Period": "3600",
+            "X-RateLimit-Remaining": "99",
+            "X-RateLimit-Reset": "1234",
+            "X-RateLimit-Name": "logs_queries",
+        },
+        [Quota("logs_queries", 100, 99, 1234, 3600)],
+    ),
+    Sample("Crossref", {"X-Rate-Limit-Limit": "50", "X-Rate-Limit-Interval": "1s"}, [Quota(None, 50, window=1)]),
+    Sample(
+        "Discogs",
+        {"X-Discogs-Ratelimit": "60", "X-Discogs-Ratelimit-Used": "1", "X-Discogs-Ratelimit-Remaining": "59"},
+        [Quota(None, 60, 59)],
+    ),
+    Sample(
+        "Sentry",
+        {
+            "X-Sentry-Rate-Limit-Limit": "40",
+            "X-Sentry-Rate-Limit-Remaining": "39",
+            "X-Sentry-Rate-Limit-Reset": f"{EPOCH + 1}",
+            "X-Sentry-Rate-Limit-ConcurrentLimit": "25",
+            "X-Sentry-Rate-Limit-ConcurrentRemaining": "24",
+        },
+        [Quota(None, 40, 39, 1), Quota("concurrent", 25, 24, unit="concurrent-requests")],
+    ),
+    Sample(
+        "Imgur",
+        {
+            "X-RateLimit-UserLimit": "500",
+            "X-RateLimit-UserRemaining": "499",
+            "X-RateLimit-UserReset": f"{EPOCH + 60}",
+            "X-RateLimit-ClientLimit": "12500",
+            "X-RateLimit-ClientRemaining": "12000",
+        },
+        [Quota("user", 500, 499, 60), Quota("client", 12_500, 12_000)],
+    ),
+    Sample(
+        "Help Scout, 429",
+        {"X-RateLimit-Limit-Minute": "400", "X-RateLimit-Remaining-Minute": "0", "X-RateLimit-Retry-After": "10"},
+        [Quota("minute", 400, 0, None, 60), Quota(RETRY_AFTER, None, 0, 10)],
+    ),
+    Sample("Zoom, 429", {"Retry-After": "2026-11-19T00:00:00Z"}, [Quota(RETRY_AFTER, None, 0, 43_200)]),
+    Sample("Salesforce", {"Sforce-Limit-Info": "api-usage=18/5000"}, [Quota(None, 5000, 4982)]),
+    Sample(
+        "Klaviyo",
+        {"RateLimit-Limit": "3, 3;w=1, 60;w=60", "RateLimit-Remaining": "2", "RateLimit-Reset": "1"},
+        [Quota(None, 3, 2, 1, 1)],
+    ),
+    Sample(
         "Linear",
         {
             "X-RateLimit-Requests-Limit": "1500",
@@ -248,6 +379,17 @@ SAMPLES = [
         {"RateLimit": "limit=100, remaining=50, reset=5", "RateLimit-Policy": "100;w=60"},
         [Quota(None, 100, 50, 5, 60)],
     ),
+    Sample(
+        "draft -07, with a named policy",
+        {"RateLimit": "limit=100, remaining=50, reset=5", "RateLimit-Policy": '"a";q=1000;w=3600, "b";q=100;w=60'},
+        [Quota(None, 100, 50, 5, 60)],
+    ),
+    Sample(
+        "only policies, without names",
+        {"RateLimit-Policy": "10;w=1, 50;w=60"},
+        [Quota(None, 10, window=1), Quota(None, 50, window=60)],
+    ),
+    Sample("a part of a second", {"RateLimit": '"a";r=1;t=1.5'}, [Quota("a", None, 1, 1.5)]),
     Sample(
         "draft -11, as Headgate sends it",
         {
@@ -276,8 +418,52 @@ SAMPLES = [
         [Quota("default", 100, 50, 30, 60)],
     ),
     Sample("a date", {"Retry-After": "Wed, 18 Nov 2026 12:02:00 GMT"}, [Quota(RETRY_AFTER, None, 0, 120)]),
+    Sample("a repeated number", {"Retry-After": "10, 10"}, [Quota(RETRY_AFTER, None, 0, 10)]),
+    Sample("a time since 1970", {"Retry-After": f"{EPOCH + 30}"}, [Quota(RETRY_AFTER, None, 0, 30)]),
     Sample("a date in the past", {"Retry-After": "Fri, 31 Dec 1999 23:59:59 GMT"}, [Quota(RETRY_AFTER, None, 0, 0)]),
 ]
+
+
+def as_message(headers: dict[str, str]) -> HTTPMessage:
+    """The headers of urllib's responses, which are no mapping."""
+    return parse_message(BytesIO("".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()))
+
+
+RESETS = [
+    ("30", 30),
+    ("1500.5", 1500.5),
+    (f"{EPOCH + 30}", 30),
+    (f"{EPOCH + 30}.250", 30.25),
+    (f"{EPOCH + 30}250", 30.25),
+    (f"{EPOCH + 30}000000", 30),
+    (f"{EPOCH + 30}000000000", 30),
+    (f"{EPOCH - 30}", 0),
+    ("6m0s", 360),
+    ("1s 500ms", 1.5),
+    ("1h2m3.5s", 3723.5),
+    ("1.5h", 5400),
+    ("2d", 172_800),
+    ("250ms", 0.25),
+    ("PT1M30S", 90),
+    ("P1DT1H", 90_000),
+    ("2026-11-18T12:00:30Z", 30),
+    ("2026-11-18T13:00:30+01:00", 30),
+    ("2026-11-18T12:00:30.1234567Z", 30.123456),
+    ("2026-11-18 12:00:30", 30),
+    ("2026-11-18 12:00:30 UTC", 30),
+    ("2026-11-18 12:00:30 +0000", 30),
+    ("Wed, 18 Nov 2026 12:00:30 GMT", 30),
+    ("Wednesday, 18-Nov-26 12:00:30 GMT", 30),
+    ("p", None),
+    ("1h 2", None),
+    ("tomorrow", None),
+]
+
+
+@pytest.mark.parametrize(("text", "seconds"), RESETS, ids=[text for text, _ in RESETS])
+def test_resets_are_read_in_any_form(text: str, seconds: float | None) -> None:
+    (quota,) = parse_headers({"X-RateLimit-Remaining": "7", "X-RateLimit-Reset": text}, NOW)
+    assert quota.reset_after == (None if seconds is None else pytest.approx(seconds, abs=1e-6))
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.api)
@@ -286,7 +472,8 @@ def test_samples_are_understood(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [dict, httpx.Headers, CIMultiDict, CaseInsensitiveDict, lambda headers: list(headers.items())]
+    "make",
+    [dict, httpx.Headers, CIMultiDict, CaseInsensitiveDict, as_message, lambda headers: list(headers.items())],
 )
 def test_any_kind_of_headers_is_read(make: Callable[[dict[str, str]], Any]) -> None:
     headers = make({"X-RateLimit-Remaining": "7", "X-RateLimit-Reset": "30"})
@@ -310,6 +497,8 @@ def test_a_time_without_zone_is_utc() -> None:
         {"Age": "1"},
         {"CF-Cache-Status": "HIT"},
         {"X-Cache": "Hit from cloudfront"},
+        {"X-Cache": "MISS, HIT"},
+        {"X-Cache": "TCP_HIT from a.example"},
         {"X-From-Cache": "1"},
         {"Cache-Status": "ExampleCache; hit; ttl=30"},
     ],
@@ -321,7 +510,13 @@ def test_cached_responses_say_nothing(cache: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "cache",
-    [{"Age": "0"}, {"CF-Cache-Status": "DYNAMIC"}, {"X-Cache": "MISS"}, {"Cache-Status": "x; fwd=miss"}],
+    [
+        {"Age": "0"},
+        {"CF-Cache-Status": "DYNAMIC"},
+        {"X-Cache": "MISS"},
+        {"Cache-Status": "x; fwd=miss"},
+        {"X-Cache": "RefreshHit"},
+    ],
     ids=str,
 )
 def test_responses_that_passed_a_cache_are_read(cache: dict[str, str]) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from itertools import islice, zip_longest
+from math import ceil
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headgate.clients.structured_fields import parse_dictionary, parse_list
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from headgate.clients.structured_fields import BareItem, Item
 
@@ -77,9 +77,12 @@ def parse_headers(headers: HeaderSource, now: datetime) -> list[Quota]:
     now_s = (now if now.tzinfo else now.replace(tzinfo=UTC)).timestamp()
     exact = _structured(fields, "")
     quotas = [*exact, *_structured(fields, "beta-"), *_from_families(fields, now_s, skip_unnamed=bool(exact))]
-    if shopify := re.fullmatch(r"(\d{1,9})/(\d{1,9})", fields.get("x-shopify-shop-api-call-limit", "")):
-        used, limit = int(shopify[1]), int(shopify[2])
-        quotas.append(Quota(limit=limit, remaining=max(0, limit - used)))
+    for name in ("x-shopify-shop-api-call-limit", "sforce-limit-info"):
+        if usage := re.match(r"(?:api-usage=)?(\d{1,9})/(\d{1,9})(?!\d)", fields.get(name, ""), re.ASCII):
+            used, limit = int(usage[1]), int(usage[2])
+            quotas.append(Quota(limit=limit, remaining=max(0, limit - used)))
+    if not quotas:
+        quotas = _only_policies(fields)
     del quotas[MAX_QUOTAS - 1 :]
     if (retry_after := _retry_after(fields, now_s)) is not None:
         quotas.append(Quota(RETRY_AFTER, None, 0, retry_after))
@@ -94,7 +97,7 @@ def server_time(headers: HeaderSource) -> datetime | None:
 # ---------------------------------------------------------------- fields
 
 _RELEVANT: Final = re.compile(
-    r"(?:.*-)?rate-?limit(?:-.*)?|(?:beta-)?retry-after(?:-ms)?|x-shopify-shop-api-call-limit"
+    r"(?:.*-)?(?:read)?rate-?limit(?:-.*)?|(?:.*-)?retry-after(?:-.*)?|x-shopify-shop-api-call-limit|sforce-limit-info"
     r"|date|age|cache-status|cf-cache-status|x-cache|x-from-cache"
 )
 
@@ -102,7 +105,8 @@ _RELEVANT: Final = re.compile(
 def _relevant_fields(headers: HeaderSource) -> dict[str, str]:
     """The fields that matter here, by name in lower case; several lines of a name are joined, as HTTP defines it."""
     fields: dict[str, str] = {}
-    lines = headers.items() if isinstance(headers, Mapping) else headers
+    items = getattr(headers, "items", None)  # http.client's headers are no Mapping
+    lines = headers if items is None else items()
     for name, value in islice(lines, MAX_LINES):
         key, text = _text(name).lower(), _text(value)
         if len(key) <= MAX_TEXT_LENGTH and len(text) <= MAX_FIELD_LENGTH and _RELEVANT.fullmatch(key):
@@ -115,7 +119,7 @@ def _relevant_fields(headers: HeaderSource) -> dict[str, str]:
 def _text(value: object) -> str:
     if isinstance(value, bytes):
         return value.decode("latin-1").strip()
-    return value.strip() if isinstance(value, str) else str(value) if isinstance(value, int) else ""
+    return value.strip() if isinstance(value, str) else str(value) if isinstance(value, int | float) else ""
 
 
 def _is_cached(fields: Mapping[str, str]) -> bool:
@@ -123,9 +127,9 @@ def _is_cached(fields: Mapping[str, str]) -> bool:
     age = _number(fields.get("age", ""))
     return (
         (age is not None and age > 0)
-        or re.search(r";\s*hit\b", fields.get("cache-status", "")) is not None
+        or re.search(r";\s*hit\b(?!=\?0)", fields.get("cache-status", "")) is not None
         or fields.get("cf-cache-status", "").lower() in ("hit", "stale", "updating")
-        or fields.get("x-cache", "").lower().startswith("hit")
+        or re.search(r"(?:^|[\s,_])hit\b", fields.get("x-cache", "").lower()) is not None  # "MISS, HIT", "TCP_HIT"
         or fields.get("x-from-cache", "") not in ("", "0")
     )
 
@@ -148,12 +152,11 @@ def _structured(fields: Mapping[str, str], prefix: str) -> list[Quota]:
         policy = named.pop((name, partition), None) or named.pop((name, None), None) or Quota(str(name))
         has_r = "r" in parameters  # the draft after -11 calls it a, and the effective window w
         remaining = _whole(parameters.get("r" if has_r else "a"))
-        reset_after = _whole(parameters.get("t" if has_r else "w"))
         quotas.append(
             replace(
                 policy,
                 remaining=remaining,
-                reset_after=None if reset_after is None else min(float(reset_after), MAX_RESET_S),
+                reset_after=_seconds(parameters.get("t" if has_r else "w")),
                 partition=partition if isinstance(partition, bytes | str) else policy.partition,
             )
         )
@@ -178,25 +181,33 @@ def _policy_quota(policy: Item) -> Quota:
 
 def _draft_7(text: str, policies: list[Item]) -> list[Quota]:
     members = parse_dictionary(text) or {}
-    limit, remaining, reset = (
-        _whole(members[key][0]) if key in members else None for key in ("limit", "remaining", "reset")
-    )
-    reset_after = None if reset is None else min(float(reset), MAX_RESET_S)
-    quota = Quota(None, limit, remaining, reset_after, _window_of(limit, policies))
+    limit, remaining, reset = (members[key][0] if key in members else None for key in ("limit", "remaining", "reset"))
+    window = _window_of(_whole(limit), policies)
+    quota = Quota(None, _whole(limit), _whole(remaining), _seconds(reset), window)
     return [quota] if _is_usable(quota) else []
 
 
 def _window_of(limit: int | None, policies: Iterable[Item]) -> int | None:
-    """The window of the policy with that quota, such as `100;w=60`."""
+    """The window of the policy with that quota, such as `100;w=60` or `"default";q=100;w=60`."""
     for value, parameters in policies:
-        if value == limit and (window := _whole(parameters.get("w"))):
+        if limit in (value, parameters.get("q")) and (window := _whole(parameters.get("w"))):
             return window
     return None
+
+
+def _only_policies(fields: Mapping[str, str]) -> list[Quota]:
+    """The quotas of policies as drafts 3 to 7 write them, `100;w=60`, of responses that say nothing else."""
+    policies = [(_whole(value), _whole(parameters.get("w"))) for value, parameters in _policies(fields, "")]
+    return [Quota(None, limit, window=window or None) for limit, window in policies if limit is not None]
 
 
 def _whole(value: BareItem | None) -> int | None:
     """A number as structured fields have it, if it is possible as a count."""
     return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _seconds(value: BareItem | None) -> float | None:
+    return None if _whole(value) is None else min(float(value or 0), MAX_RESET_S)
 
 
 def _is_usable(quota: Quota) -> bool:
@@ -206,20 +217,19 @@ def _is_usable(quota: Quota) -> bool:
 # ---------------------------------------------------------------- one field per number
 
 KINDS: Final = {
+    "requests-left": "remaining",
+    "requests-quota": "limit",
+    "time-reset-ms": "reset-milliseconds",
+    "time-window-ms": "window-milliseconds",
     "reset-after": "reset-after",
-    "resettime": "reset",
-    "reset": "reset",
+    **dict.fromkeys(("resettime", "reset", "resets", "next"), "reset"),
     "remaining": "remaining",
-    "limit": "limit",
-    "max": "limit",
-    "used": "used",
-    "observed": "used",
-    "interval-seconds": "seconds",
-    "interval-milliseconds": "milliseconds",
+    **dict.fromkeys(("limit", "max", "total"), "limit"),
+    **dict.fromkeys(("used", "observed", "usage", "count"), "used"),
+    **dict.fromkeys(("interval-milliseconds", "interval-ms"), "window-milliseconds"),
+    **dict.fromkeys(("interval-seconds", "interval", "period-in-sec", "period", "window"), "window"),
     "policy": "policy",
-    "resource": "name",
-    "bucket": "name",
-    "name": "name",
+    **dict.fromkeys(("resource", "bucket", "name", "group"), "name"),
 }
 """The words that say which number a field has, and their meaning. The rest of a name is the kind of quota."""
 
@@ -230,7 +240,9 @@ WINDOWS: Final = {
     **dict.fromkeys(("day", "daily"), 86_400),
 }
 
-_FAMILY: Final = re.compile(r"(?P<prefix>(?:[a-z0-9]+-)*?)rate-?limit(?:-(?P<rest>[a-z0-9_-]+))?")
+_FAMILY: Final = re.compile(r"(?P<prefix>(?:[a-z0-9]+-)*?(?:read)?)rate-?limit(?:-(?P<rest>[a-z0-9_-]+))?")
+_JOINED: Final = re.compile(r"(?<![a-z])(user|client|concurrent|daily)(?=limit|remaining|reset)")
+_WINDOW: Final = re.compile(rf"(?:.*?-)??(?:(?P<number>\d{{1,5}})-)?(?P<unit>{'|'.join(WINDOWS)})", re.ASCII)
 
 
 def _from_families(fields: Mapping[str, str], now_s: float, *, skip_unnamed: bool) -> list[Quota]:
@@ -241,9 +253,14 @@ def _from_families(fields: Mapping[str, str], now_s: float, *, skip_unnamed: boo
     families: dict[tuple[str, str], dict[str, str]] = {}
     for field, text in fields.items():
         match = _FAMILY.fullmatch(field)
-        if match is None or (match["rest"] is None and match["prefix"] != "x-"):
+        if match is None or (match["rest"] is None and match["prefix"] in ("", "beta-")):
             continue
-        kind, of = _kind_and_subject(match["rest"] or "limit")
+        rest = _JOINED.sub(r"\1-", match["rest"] or "limit")
+        if "remaining=" in text:  # Zendesk: all numbers in one field
+            numbers = re.findall(r"([a-z]+)=([0-9.]+)", text)
+            families[match["prefix"], rest] = {KINDS[word]: number for word, number in numbers if word in KINDS}
+            continue
+        kind, of = _kind_and_subject(rest)
         if kind:
             families.setdefault((match["prefix"], of), {}).setdefault(kind, text)
     if ("", "") in families and "remaining" in families["", ""]:
@@ -270,82 +287,132 @@ def _kind_and_subject(rest: str) -> tuple[str | None, str]:
 
 def _family_quotas(of: str, family: Mapping[str, str], now_s: float) -> list[Quota]:
     policies = parse_list(family.get("policy", "")) or []
-    texts = [family.get(kind, "").split(",") for kind in ("limit", "remaining", "reset")]
-    if len(texts[1]) > 1:  # several quotas at once: "1, 15000"
+    texts = [family.get(kind, "").split(",") for kind in ("limit", "remaining", "used", "reset")]
+    if len(texts[1]) > 1 or len(texts[2]) > 1:  # several quotas at once: "1, 15000"
         rows = list(zip_longest(*texts, fillvalue=""))[:MAX_QUOTAS]
     else:
-        rows = [(texts[0][0], texts[1][0], family.get("reset", ""))]
+        rows = [(texts[0][0], texts[1][0], texts[2][0], family.get("reset", ""))]
         policies += parse_list(family.get("limit", "")) or []
+    unit = "tokens" if "tokens" in of else CONCURRENT if of == "concurrent" else "requests"
     quotas = []
-    for limit_text, remaining_text, reset_text in rows:
-        limit, remaining = _count(limit_text), _count(remaining_text)
-        if remaining is None and limit is not None and (used := _count(family.get("used", ""))) is not None:
+    for limit_text, remaining_text, used_text, reset_text in rows:
+        limit, remaining, used = _count(limit_text), _count(remaining_text), _count(used_text)
+        if remaining is None and limit is not None and used is not None:
             remaining = max(0, limit - used)
-        reset_after = _reset_after(reset_text, now_s)
-        if (exact := _number(family.get("reset-after", ""))) is not None:
-            reset_after = min(exact, MAX_RESET_S)
-        window = _window_of(limit, policies) or WINDOWS.get(of) or _interval(family)
-        unit = "tokens" if "tokens" in of else "requests"
-        quotas.append(Quota(family.get("name") or of or None, limit, remaining, reset_after, window, unit))
+        reset_after = _milliseconds(family, "reset")
+        if reset_after is None:
+            reset_after = _number(family.get("reset-after", ""))
+        if reset_after is None:
+            reset_after = _reset_after(reset_text, now_s)
+        window = _window_of(limit, policies) or _window_in(of) or _window(limit_text, family)
+        quotas.append(
+            Quota(
+                family.get("name") or of or None,
+                limit,
+                remaining,
+                None if reset_after is None else min(reset_after, MAX_RESET_S),
+                window,
+                unit,
+            )
+        )
     return quotas
 
 
-def _interval(family: Mapping[str, str]) -> int | None:
-    if (seconds := _count(family.get("seconds", ""))) is not None:
-        return seconds or None
-    milliseconds = _count(family.get("milliseconds", ""))
-    return -(-milliseconds // 1000) or None if milliseconds is not None else None
+def _window_in(of: str) -> int | None:
+    """The window in a kind of quota: "minute", "requests-day", "tokens-5-minute"."""
+    match = _WINDOW.fullmatch(of)
+    return None if match is None else int(match["number"] or 1) * WINDOWS[match["unit"]] or None
+
+
+def _window(limit_text: str, family: Mapping[str, str]) -> int | None:
+    """The window in a field of its own, or behind the limit: "100:120"."""
+    seconds = _milliseconds(family, "window")
+    if seconds is None:
+        seconds = _duration(family.get("window", "") or limit_text.partition(":")[2])
+    return None if seconds is None else min(ceil(seconds), LARGEST) or None
+
+
+def _milliseconds(family: Mapping[str, str], kind: str) -> float | None:
+    number = _number(family.get(f"{kind}-milliseconds", ""))
+    return None if number is None else number / 1000
+
+
+_RETRY_AFTER: Final = re.compile(r"(?:.*-)?retry-after(?P<milliseconds>-ms|-milliseconds)?(?:-sec(?:onds)?)?")
 
 
 def _retry_after(fields: Mapping[str, str], now_s: float) -> float | None:
-    if (milliseconds := _number(fields.get("retry-after-ms", ""))) is not None:
-        return min(milliseconds / 1000, MAX_RESET_S)
-    text = fields.get("retry-after", fields.get("beta-retry-after", ""))
-    if (seconds := _number(text)) is not None:
-        return min(seconds, MAX_RESET_S)
-    return _until(_http_date(text), now_s)
+    """Seconds until a retry, as exactly as the server says it: Retry-After, X-RateLimit-Retry-After, retry-after-ms."""
+    exact, rounded = [], []
+    for field, text in fields.items():
+        if match := _RETRY_AFTER.fullmatch(field):
+            numbers = [_number(part) for part in text.split(",")]  # a proxy may repeat the field
+            known = [number for number in numbers if number is not None]
+            number = max(known) if len(known) == len(numbers) else None
+            if match["milliseconds"]:
+                exact += [number / 1000] if number is not None else []
+            elif number is not None and not 0 <= number - now_s <= MAX_RESET_S:  # else it is a time since 1970
+                rounded.append(number)
+            elif (delay := _reset_after(text, now_s)) is not None:
+                rounded.append(delay)
+    delay = max(exact or rounded, default=None)
+    return None if delay is None else min(delay, MAX_RESET_S)
 
 
 # ---------------------------------------------------------------- numbers and times
 
-_DURATION: Final = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d+(?:\.\d+)?)s)?(?:(\d+(?:\.\d+)?)ms)?")
-"""A duration as Go prints it: 6m0s, 1h2m3.5s, 12ms."""
-_SECONDS_PER_UNIT: Final = (86_400, 3600, 60, 1, 0.001)
+_PART: Final = r"(\d+(?:\.\d+)?)"
+_DURATION: Final = re.compile(
+    rf"p?(?:{_PART}d)?t?(?:{_PART}h)?(?:{_PART}m(?!s))?(?:{_PART}s)?(?:{_PART}ms)?(?:{_PART}us)?", re.ASCII
+)
+"""A duration as Go prints it, 6m0s, 1h2m3.5s or 12ms, or in ISO 8601: PT1M30S."""
+_SECONDS_PER_UNIT: Final = (86_400, 3600, 60, 1, 0.001, 0.000_001)
 _NUMBER: Final = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 
 def _number(text: str) -> float | None:
     """A number >= 0; None for anything else, such as `-1`, `NaN` and `1e99`."""
     text = text.strip()
-    if len(text) > MAX_TEXT_LENGTH or not text.isascii() or not _NUMBER.fullmatch(text):
-        return None
-    return min(float(text), float(LARGEST))
+    return float(text) if len(text) <= MAX_TEXT_LENGTH and _NUMBER.fullmatch(text) else None
 
 
 def _count(text: str) -> int | None:
-    number = _number(text.partition(";")[0])
-    return None if number is None else int(number)
+    """A whole number, also in front of parameters, as in `100;w=60` and `20:1`; None for a part of one."""
+    number = _number(re.split("[;:]", text, maxsplit=1)[0])
+    return None if number is None or 0 < number < 1 else min(int(number), LARGEST)
 
 
 def _reset_after(text: str, now_s: float) -> float | None:
     """Seconds until a reset, given as seconds, a duration, or an instant: since the epoch, ISO 8601, an HTTP date."""
-    text = text.strip()
     if (number := _number(text.partition(";")[0])) is not None:
         if number < EPOCH_S:
             return min(number, MAX_RESET_S)
-        while number >= EPOCH_S * 100:  # milli-, micro- or nanoseconds
+        while number >= EPOCH_S * 1000:  # milli-, micro- or nanoseconds
             number /= 1000
         return min(max(0.0, number - now_s), MAX_RESET_S)
-    if not text or len(text) > MAX_TEXT_LENGTH or not text.isascii():
+    if (seconds := _duration(text)) is not None:
+        return min(seconds, MAX_RESET_S)
+    return _until(_instant(text), now_s)
+
+
+def _duration(text: str) -> float | None:
+    """Seconds, given as a number or as a duration: 6m0s, 1s 500ms, PT1M30S."""
+    if (number := _number(text)) is not None or not text or len(text) > MAX_TEXT_LENGTH:
+        return number
+    match = _DURATION.fullmatch("".join(text.lower().split()))
+    if match is None or not any(match.groups()):
         return None
-    if (match := _DURATION.fullmatch(text)) is not None:
-        parts = zip(match.groups(), _SECONDS_PER_UNIT, strict=True)
-        return min(round(sum(float(value) * seconds for value, seconds in parts if value), 6), MAX_RESET_S)
+    parts = zip(match.groups(), _SECONDS_PER_UNIT, strict=True)
+    return round(sum(float(value) * seconds for value, seconds in parts if value), 6)
+
+
+def _instant(text: str) -> datetime | None:
+    text = text.strip()
+    if len(text) > MAX_TEXT_LENGTH or not text.isascii():
+        return None
     try:
-        instant: datetime | None = datetime.fromisoformat(text)
+        return datetime.fromisoformat(re.sub(r" (?=UTC$|[+-]\d\d:?\d\d$)|UTC$", "", text))
     except ValueError:
-        instant = _http_date(text)
-    return _until(instant, now_s)
+        return _http_date(text)
 
 
 def _until(instant: datetime | None, now_s: float) -> float | None:
