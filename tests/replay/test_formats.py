@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headgate.errors import HeadgateError, InvalidInput
 from headgate.policy.api_keys import ApiKeyHasher
-from headgate.replay.formats import FORMATS, WEIGHT, ParserSettings, detect, make_parser
+from headgate.replay.formats import AGENT, FORMATS, WEIGHT, ParserSettings, detect, make_parser
 from headgate.replay.sources import LogReader, expand
 from headgate.telemetry.decision_log.record import DecisionRecord, id_prefix
 from headgate.telemetry.decision_log.sinks.sqlite import SqliteSink
@@ -121,6 +121,28 @@ def test_format_is_detected_and_read(name: str) -> None:
 )
 def test_sender_is_read(name: str, sender: Any) -> None:
     assert parse(LINES[name])[4] == sender
+
+
+@pytest.mark.parametrize(
+    ("name", "agent"),
+    [
+        ("common", None),
+        ("combined", "Mozilla/5.0 (compatible)"),
+        ("nginx main", "Mozilla/5.0"),
+        ("escaped", r"say \"x\""),
+        ("caddy", "curl/8"),
+        ("envoy", "curl"),
+        ("istio", "curl/7.64"),
+        ("alb", "curl/7.46.0"),
+    ],
+)
+def test_user_agents_are_read_if_scenarios_may_count_them(name: str, agent: str | None) -> None:
+    line = LINES[name].replace('"X-Api-Key"', '"User-Agent": ["curl/8"], "X-Api-Key"')
+    for forwards in (True, False):
+        settings = SETTINGS._replace(reads_agents=True, reads_forwarded=forwards)
+        found = detect([line], settings, "log").parse(line)
+        assert found is not None
+        assert dict(found[4][2]).get(AGENT) == agent
 
 
 def test_blocks_and_single_lines_are_read_alike() -> None:

@@ -102,6 +102,11 @@ class AbuseScenario:
     """The time after an operator has undone an action in which the client gets no other."""
 
     @property
+    def names_clients(self) -> bool:
+        """True if what it finds are clients, against whom steps can be taken, and not groups."""
+        return self.by not in ADDRESS_GROUPS or bool(self.each)
+
+    @property
     def looks_at_agents(self) -> bool:
         return self.by == "agent" or any(each.signal == "agents" for each in (*self.when, *self.each))
 

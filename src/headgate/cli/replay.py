@@ -39,6 +39,8 @@ __all__ = ["LOG_OPTIONS", "OPTIONS", "log_options", "read_policy", "run"]
 EXIT_FAILED: Final = 1
 MAX_ROUTES: Final = 10
 MAX_CLOSE: Final = 10
+MAX_FOUND: Final = 5
+"""Clients of each scenario."""
 MAX_SPARKS: Final = 60
 
 LOG_OPTIONS = (
@@ -187,6 +189,7 @@ def text_lines(data: dict[str, Any], out: Terminal) -> Iterator[str]:
     ]
     titles = ["client", "requests", "rejected", "limits", "first rejection", "episodes", "longest"]
     yield from _section(titles, clients, out)
+    yield from _scenario_lines(data, out)
     close = [
         [each["client"], each["limit"], f"{each['remaining']} of {each['capacity']}", each["at"]]
         for each in data["came_close"][:MAX_CLOSE]
@@ -195,6 +198,28 @@ def text_lines(data: dict[str, Any], out: Terminal) -> Iterator[str]:
     for note in data["notes"]:
         yield ""
         yield from table([["note:", note]], width=out.width)
+
+
+def _scenario_lines(data: dict[str, Any], out: Terminal) -> Iterator[str]:
+    by_scenario = data["by_scenario"]
+    if not by_scenario:
+        return
+    rows = [
+        [
+            f"{name} (shadow)" if each["shadow"] else name,
+            f"{each['clients']}",
+            ", ".join([f"{count} {action}" for action, count in each["actions"].items()]),
+            f"{each['affected']}",
+        ]
+        for name, each in by_scenario.items()
+    ]
+    yield from _section(["scenario", "clients found", "actions", "requests affected"], rows, out)
+    found = [
+        [each["at"], name, f"{each['evidence']}{' (in allow)' if each['allowed'] else ''}"]
+        for name, scenario in by_scenario.items()
+        for each in scenario["found"][:MAX_FOUND]
+    ]
+    yield from _section(["found at", "scenario", "evidence"], found, out)
 
 
 def _section(titles: list[str], rows: list[list[str]], out: Terminal) -> Iterator[str]:

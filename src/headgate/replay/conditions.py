@@ -4,7 +4,8 @@
     comparison  metric operator number ["%"]
     operator    > >= < <= == !=
     metric      rejected, allowed, requests or blocked, optionally of a part: rejected.pro, requests.limit.search,
-                rejected.client."203.0.113.9"; also clients, rejected_clients, newly_rejected, newly_allowed
+                rejected.client."203.0.113.9"; also clients, rejected_clients, found_clients (by scenarios),
+                newly_rejected, newly_allowed
 
 A percentage compares the share of the requests of the same part. A part is a tier, a limit, a class, a route or a
 client; its kind may precede the name. `paying` is all tiers except the default one, unless a tier has this name.
@@ -27,7 +28,7 @@ __all__ = ["Condition", "parse_condition"]
 
 PAYING: Final = "paying"
 COUNTS: Final = ("rejected", "allowed", "requests", "blocked")
-TOTALS: Final = ("clients", "rejected_clients", "newly_rejected", "newly_allowed")
+TOTALS: Final = ("clients", "rejected_clients", "found_clients", "newly_rejected", "newly_allowed")
 KINDS: Final = ("tier", "limit", "class", "route", "client")
 OPERATORS: Final[dict[str, Callable[[float, float], bool]]] = {
     ">=": operator.ge,
@@ -158,7 +159,7 @@ def _error(text: str, problem: str) -> InvalidInput:
 
 
 def _total(report: Mapping[str, Any], metric: str) -> int:
-    if metric in ("clients", "rejected_clients"):
+    if metric in ("clients", "rejected_clients", "found_clients"):
         number: int = report[metric]
         return number
     against = report.get("against")

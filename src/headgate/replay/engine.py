@@ -15,7 +15,9 @@ from headgate.algorithms import NEVER
 from headgate.policy.lists.list_watcher import stored_lists
 from headgate.policy.routes import decode_path
 from headgate.policy.snapshot import Snapshot, client_kind
+from headgate.replay.formats import AGENT
 from headgate.replay.identities import LogIdentities
+from headgate.replay.scenarios import ScenarioReplay
 from headgate.replay.statistics import ClientTotals, RejectionTotals, ReplayTimeline, RouteTotals, RuleTotals
 from headgate.replay.times import MINUTE_US
 from headgate.stores.memory import MemoryStore
@@ -72,10 +74,13 @@ class _Shape(NamedTuple):
 class _ResolvedSender:
     """The limits of one sender on one route, with the statistics that its requests count for."""
 
-    __slots__ = ("check", "client", "is_blocked", "is_plain", "near", "resolution", "shape", "totals")
+    __slots__ = ("agent", "check", "client", "is_blocked", "is_plain", "near", "resolution", "shape", "totals")
 
-    def __init__(self, resolution: Resolution, client: ClientTotals, totals: RouteTotals, shape: _Shape) -> None:
+    def __init__(
+        self, resolution: Resolution, client: ClientTotals, totals: RouteTotals, shape: _Shape, agent: str
+    ) -> None:
         self.resolution = resolution
+        self.agent = agent
         self.client = client
         self.totals = totals
         self.shape = shape
@@ -111,6 +116,10 @@ class PolicyReplay:
         """By kind and value of the identity that names a client."""
         self.rules: dict[str, RuleTotals] = {rule.name: RuleTotals(rule) for rule in policy.rules}
         self.routes: dict[Any, RouteTotals] = {}
+        self.scenarios: ScenarioReplay | None = None
+        """The evaluation of the policy's scenarios of abuse; None if it has none."""
+        if policy.abuse is not None and policy.abuse.scenarios:
+            self.scenarios = ScenarioReplay(policy.abuse, self.snapshot)
         self.timeline: ReplayTimeline | None = None
         self.worst_minute: tuple[int, int, int] | None = None
         """The minute with the most rejections: its start, requests and rejections."""
@@ -142,7 +151,7 @@ class PolicyReplay:
     def replay(self, requests: Iterable[LoggedRequest]) -> None:
         """Decide requests, none of which is older than those before."""
         clock, by_path, decide, active = self.clock, self._by_path, self.store.decide, self._active
-        boundary_us, held = self._boundary_us, self._held
+        boundary_us, held, scenarios = self._boundary_us, self._held, self.scenarios
         for at_us, method, target, status, sender, duration_us in requests:
             if at_us >= boundary_us:
                 boundary_us = self._advance(at_us)
@@ -161,6 +170,7 @@ class PolicyReplay:
             totals = entry.totals
             totals.requests += 1
             active[id(totals)] = totals
+            rejected = self.rejected
             if entry.is_plain:
                 decision = decide(entry.check)  # type: ignore[arg-type]
                 if decision[0]:
@@ -172,6 +182,10 @@ class PolicyReplay:
                     self._record_denial(entry, decision)
             else:
                 self._decide(entry, status, duration_us)
+            if scenarios is not None and not entry.is_blocked:
+                route, who = entry.resolution.route, entry.resolution.who
+                given = status if self.rejected == rejected else 429
+                scenarios.add(at_us, route, who, entry.agent, decode_path(target), given)
 
     def finish(self) -> None:
         """Complete the statistics after the last request."""
@@ -360,7 +374,8 @@ class PolicyReplay:
         resolution = self.snapshot.resolve(route, who, self.clock.at_us)
         if route.is_exempt:
             resolution = resolution._replace(keys=(), rules=(), block=None)
-        kind = client_kind({name: value for name, value in who.items() if name != "tier"})
+        unnamed = self.identities.only_watched
+        kind = client_kind({name: value for name, value in who.items() if name != "tier" and name not in unnamed})
         name = kind, who[kind]
         client = self.clients.get(name)
         if client is None:
@@ -373,7 +388,9 @@ class PolicyReplay:
         if totals is None:
             totals = RouteTotals(route.endpoint, route.route_class, resolution.tier, costs)
             self.routes[route.endpoint, route.route_class, resolution.tier, costs] = totals
-        entry = senders[sender] = _ResolvedSender(resolution, client, totals, self._shape(resolution))
+        entry = senders[sender] = _ResolvedSender(
+            resolution, client, totals, self._shape(resolution), dict(sender[2]).get(AGENT, "")
+        )
         self._entries += 1
         self._note_missing(entry)
         return entry

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headgate.policy.api_keys import ApiKeyHasher
 
 __all__ = [
-    "FORMATS", "NAMES", "WEIGHT", "CsvLines", "DecisionLines", "FieldMap", "LogFormat", "LoggedRequest",
+    "AGENT", "FORMATS", "NAMES", "WEIGHT", "CsvLines", "DecisionLines", "FieldMap", "LogFormat", "LoggedRequest",
     "ParserSettings", "Sender", "decision_request", "detect", "make_parser",
 ]  # fmt: skip
 
@@ -37,6 +37,8 @@ A plain tuple of built-in types, as millions of them are sorted and written to t
 WEIGHT: Final = "headgate.weight"
 """In place of a kind: the number of requests that a record of a decision log represents, if it is not 1; 0 for those of
 blocked clients, which no limit decided."""
+AGENT: Final = "headgate.agent"
+"""In place of a kind: the user agent."""
 NO_SENDER: Final[Sender] = (None, None, ())
 MAX_SENDERS: Final = 16_384
 MAX_WEIGHT: Final = 1_000_000
@@ -63,6 +65,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "forwarded": ("http_x_forwarded_for", "x_forwarded_for", "forwarded_for", "x-forwarded-for", "forwarded"),
     "duration": ("duration", "request_time", "duration_ms", "request_time_ms", "latency", "response_time"),
+    "agent": ("agent", "user_agent", "http_user_agent", "useragent", "user_agent.original", "user-agent"),
     "user": ("user", "remote_user", "user_id", "username"),
     "tenant": ("tenant", "tenant_id"),
     "tier": ("tier",),
@@ -71,21 +74,22 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
 """The fields of JSON logs and CSV files in which each part of a request is looked for; dots lead into objects."""
 
 MILLISECONDS: Final = frozenset({"duration_ms", "request_time_ms"})
-NOT_IDENTITIES: Final = ("time", "request", "method", "path", "status", "ip", "forwarded", "duration")
+NOT_IDENTITIES: Final = ("time", "request", "method", "path", "status", "ip", "forwarded", "duration", "agent")
 
 _QUOTED: Final = r'"((?:[^"\\]|\\.)*)"'
 _REQUEST: Final = r'"(\S+) (\S+)(?: HTTP/[\d.]+)?"'
 _ANY_REQUEST: Final = r'"([^\s"\\]+) ((?:[^"\\]|\\.)*?)(?: HTTP/[\d.]+)?"'
 _PEER: Final = r"(\S+) \S+ (\S+) "
 _TIME: Final = r"\[([^\]]{17}):(\d\d) ([^\]]*)\] "
-_TAIL: Final = rf' (\d{{3}}) \S+(?: "(?:[^"\\]|\\.)*" "(?:[^"\\]|\\.)*"(?: {_QUOTED})?)?'
-_ENVOY: Final = re.compile(rf'\[([^\]]+)\] {_ANY_REQUEST} (\d+) \S+ \d+ \d+ (\d+) \S+ {_QUOTED} "')
+_TAIL: Final = rf' (\d{{3}}) \S+(?: "(?:[^"\\]|\\.)*" {_QUOTED}(?: {_QUOTED})?)?'
+_ENVOY: Final = re.compile(rf'\[([^\]]+)\] {_ANY_REQUEST} (\d+) \S+ \d+ \d+ (\d+) \S+ {_QUOTED} "([^"]*)"')
 _ISTIO: Final = re.compile(
     rf'\[([^\]]+)\] {_ANY_REQUEST} (\d+) \S+ \S+ \S+ "[^"]*" \d+ \d+ (\d+) \S+ {_QUOTED} '
-    r'"[^"]*" "[^"]*" "[^"]*" "[^"]*" \S+ \S+ \S+ (\S+)'
+    r'"([^"]*)" "[^"]*" "[^"]*" "[^"]*" \S+ \S+ \S+ (\S+)'
 )
 _ALB: Final = re.compile(
     rf"(?:http|https|h2|grpcs|ws|wss) (\S+) \S+ (\S+) \S+ (\S+) (\S+) (\S+) (\d+|-) \S+ \S+ \S+ {_ANY_REQUEST}"
+    rf"(?: {_QUOTED})?"
 )
 
 
@@ -104,6 +108,8 @@ class ParserSettings(NamedTuple):
     """Names of fields by the part of a request, which take precedence over `NAMES`."""
     headers: Mapping[str, str] = {}
     """Headers by the kind of identity that they contain."""
+    reads_agents: bool = False
+    """True if the policy has scenarios, which may count user agents: they become identities of the sender."""
 
 
 class LogFormat:
@@ -129,7 +135,8 @@ class CommonLines(LogFormat):
     def __init__(self, settings: ParserSettings) -> None:
         super().__init__(settings)
         self._has_user = "user" in settings.kinds
-        tail = _TAIL if settings.reads_forwarded else r" (\d{3})"
+        self._reads_forwarded, self._reads_agents = settings.reads_forwarded, settings.reads_agents
+        tail = _TAIL if settings.reads_forwarded or settings.reads_agents else r" (\d{3})"
         # The first two are fast; the third accepts escaped quotes and spaces in targets, and spaces in names of users.
         forms = (_PEER, _REQUEST), (r"\S+:\d+ " + _PEER, _REQUEST), (r"(?:\S+:\d+ )?(\S+) \S+ (.+?) ", _ANY_REQUEST)
         self._patterns = [re.compile(rf"^{peer}{_TIME}{request}{tail}.*$", re.MULTILINE) for peer, request in forms]
@@ -174,9 +181,13 @@ class CommonLines(LogFormat):
         return self._times.at(minute, second, zone), method, target, int(status), sender, None
 
     def _make_sender(self, sent: tuple[str, ...]) -> Sender:
-        peer, user, *forwarded = sent
-        header = forwarded[0] if forwarded and forwarded[0] not in ("-", "") else None
-        identities = (("user", user),) if self._has_user and user not in ("-", '""') else ()
+        peer, user, agent, forwarded = sent if len(sent) == 4 else (*sent, "", "")
+        header = forwarded if self._reads_forwarded and forwarded not in ("-", "") else None
+        identities: tuple[tuple[str, str], ...] = (
+            (("user", user),) if self._has_user and user not in ("-", '""') else ()
+        )
+        if self._reads_agents:
+            identities += _agent_identity(agent)
         if len(self._senders) >= MAX_SENDERS:
             self._senders.clear()
         sender = self._senders[sent] = peer, header, identities
@@ -192,20 +203,22 @@ class EnvoyLines(LogFormat):
     def __init__(self, settings: ParserSettings) -> None:
         super().__init__(settings)
         self._times = CommonTimes()
+        self._reads_agents = settings.reads_agents
 
     def parse(self, line: str) -> LoggedRequest | None:
         found = _ENVOY.match(line) or _ISTIO.match(line)
         if found is None:
             return None
-        time, method, target, status, duration, forwarded, *peers = found.groups()
+        time, method, target, status, duration, forwarded, agent, *peers = found.groups()
         try:
             at_us = parse_time(time, self._times)
         except ValueError:
             return None
         before, _, last = forwarded.rpartition(",")
-        sender: Sender = (last.strip(), before or None, ())
+        more = _agent_identity(agent) if self._reads_agents else ()
+        sender: Sender = (last.strip(), before or None, more)
         if peers and forwarded in ("-", ""):
-            sender = _without_port(peers[0]), None, ()
+            sender = _without_port(peers[0]), None, more
         elif forwarded in ("-", ""):
             sender = NO_SENDER
         return at_us, method, target, int(status), sender, int(duration) * 1000
@@ -217,19 +230,21 @@ class AlbLines(LogFormat):
     def __init__(self, settings: ParserSettings) -> None:
         super().__init__(settings)
         self._times = CommonTimes()
+        self._reads_agents = settings.reads_agents
 
     def parse(self, line: str) -> LoggedRequest | None:
         found = _ALB.match(line)
         if found is None:
             return None
-        time, client, *durations, status, method, target = found.groups()
+        time, client, *durations, status, method, target, agent = found.groups("")
         try:
             at_us = parse_time(time, self._times)
         except ValueError:
             return None
         parts = [parse_duration(each, SECOND_US) for each in durations]
         duration_us = None if None in parts else sum(filter(None, parts))
-        sender: Sender = (_without_port(client), None, ())
+        more = _agent_identity(agent) if self._reads_agents else ()
+        sender: Sender = (_without_port(client), None, more)
         return at_us, method, target, 0 if status == "-" else int(status), sender, duration_us
 
 
@@ -299,6 +314,9 @@ class FieldMap:
                 identities.append((kind, text))
         if "api_key" in settings.kinds and (key := self._api_key(record)) is not None:
             identities.append(("api_key", key))
+        if settings.reads_agents:
+            agent = _text(self.find(record, "agent")) or _find_header(record, AGENT_FIELDS)
+            identities += _agent_identity(agent or "")
         made: Sender = (peer and _without_port(peer), forwarded, tuple(identities))
         if len(self._senders) >= MAX_SENDERS:
             self._senders.clear()
@@ -454,6 +472,13 @@ def _header_names(header: str) -> tuple[str, ...]:
     title = "-".join([word.capitalize() for word in header.split("-")])
     snake = header.lower().replace("-", "_")
     return f"request.headers.{title}", f"http_{snake}", snake, header
+
+
+AGENT_FIELDS: Final = _header_names("user-agent")
+
+
+def _agent_identity(agent: str) -> tuple[tuple[str, str], ...]:
+    return () if agent in ("", "-") else ((AGENT, agent),)
 
 
 def _find_header(record: dict[str, Any], names: tuple[str, ...]) -> str | None:

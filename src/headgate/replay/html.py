@@ -36,6 +36,7 @@ def html_page(data: dict[str, Any]) -> str:
             *_limits(data),
             *_parts(data),
             *_clients(data),
+            *_scenarios(data),
             *_close(data),
             *_notes(data),
             "</body></html>\n",
@@ -167,6 +168,25 @@ def _clients(data: dict[str, Any]) -> Iterator[str]:
     ]
     titles = ["client", "tier", "requests", "rejected", "limits", "first rejection", "episodes", "longest"]
     yield from _section("Most rejected clients", titles, rows, empty="No client would have been rejected.")
+
+
+def _scenarios(data: dict[str, Any]) -> Iterator[str]:
+    rows = [
+        [
+            f"{name} (shadow)" if each["shadow"] else name,
+            each["clients"],
+            ", ".join([f"{count:,} {action}" for action, count in each["actions"].items()]),
+            each["affected"],
+        ]
+        for name, each in data["by_scenario"].items()
+    ]
+    yield from _section("By scenario", ["scenario", "clients found", "actions", "requests affected"], rows)
+    found = [
+        [name, each["at"], each["evidence"], ", ".join(each["actions"]) or ("allowed" if each["allowed"] else "")]
+        for name, scenario in data["by_scenario"].items()
+        for each in scenario["found"]
+    ]
+    yield from _section("Clients found", ["scenario", "at", "evidence", "actions"], found)
 
 
 def _close(data: dict[str, Any]) -> Iterator[str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headgate.policy.snapshot import RoutePlan, Snapshot
     from headgate.replay.formats import Sender
 
-__all__ = ["LogIdentities", "PathIdentity", "TierTable"]
+__all__ = ["LogIdentities", "PathIdentity", "TierTable", "used_kinds", "watched_kinds"]
 
 NO_KINDS: Final[frozenset[str]] = frozenset()
 
@@ -147,6 +147,8 @@ class LogIdentities:
         self._tiers = tiers
         self.paths = tuple(paths)
         self.kinds = used_kinds(policy) | tiers.kinds
+        self.only_watched = watched_kinds(policy) - self.kinds - {"ip", "subnet"}
+        """Kinds that only scenarios count by: they do not name clients in reports."""
         self._keeps_all = tiers.has_plain_rows
 
     def extract(self, sender: Sender, target: str, route: RoutePlan) -> dict[str, str]:
@@ -164,7 +166,7 @@ class LogIdentities:
                 who[path.kind] = segment
         if self._tiers and (tier := self._tiers.find(who)) is not None:
             who["tier"] = tier
-        kept = {*self.kinds, "address", "ip", "subnet", "tier"}
+        kept = {*self.kinds, *self.only_watched, "address", "ip", "subnet", "tier"}
         return {kind: value for kind, value in who.items() if kind in kept}
 
 
@@ -177,6 +179,11 @@ def used_kinds(policy: Policy) -> frozenset[str]:
     if "client" in kinds:
         kinds |= {"tenant", "api_key", "user", "ip"}
     return frozenset(kinds)
+
+
+def watched_kinds(policy: Policy) -> frozenset[str]:
+    """The kinds of identity that the scenarios of a policy count by."""
+    return frozenset[str]().union(*[each.kinds for each in policy.abuse.scenarios]) if policy.abuse else NO_KINDS
 
 
 class _SentHeaders:

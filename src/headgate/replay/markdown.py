@@ -47,6 +47,8 @@ def markdown_lines(data: dict[str, Any]) -> Iterator[str]:
         for name, each in data["by_tier"].items()
     ]
     yield from _table(["tier", "requests", "rejected", "share"], tiers, numbers=3)
+    scenarios = [[name, each["clients"], each["affected"]] for name, each in data["by_scenario"].items()]
+    yield from _table(["scenario", "clients found", "requests affected"], scenarios, numbers=2)
     clients = [
         [each["client"], each["tier"] or "", each["requests"], each["rejected"], ", ".join(each.get("by_limit", ()))]
         for each in data["by_client"][:MAX_ROWS]

@@ -56,6 +56,7 @@ def make_report(
         "skipped": reader.skipped,
         "clients": len(clients),
         "rejected_clients": rejected_clients,
+        "found_clients": 0 if engine.scenarios is None else engine.scenarios.found_clients,
         "by_limit": {name: _limit(engine, name) for name in engine.rules},
         **groups,
         "default_tier": engine.policy.default_tier,
@@ -67,6 +68,7 @@ def make_report(
         else {"at": iso(engine.busiest_minute[0]), "requests": engine.busiest_minute[1]},
         "timeline": _timeline(engine),
         "retries": None if obedient is None else _retries(obedient),
+        "by_scenario": {} if engine.scenarios is None else engine.scenarios.report(all_clients=all_clients),
         "notes": _notes(engine, reader, obedient),
     }
     everyone = {
@@ -271,6 +273,16 @@ def _notes(engine: PolicyReplay, reader: LogReader, obedient: ObedientClients | 
             f"The log has no {kind} for {_count(senders, 'sender')}, so limits by {kind} counted them "
             f"as requests without one; see {remedy}."
         )
+    if (scenarios := engine.scenarios) is not None:
+        notes.append(
+            "Actions of scenarios are counted, and limits are not divided nor requests delayed by them. A challenged "
+            "client is taken for one that does not pass."
+        )
+        by_agent = [each.name for each in scenarios.settings.scenarios if each.looks_at_agents]
+        if by_agent and not scenarios.has_agents:
+            notes.append(f"The log has no user agents, so {_list(by_agent)} could not find anything.")
+        if not scenarios.has_status:
+            notes.append("The log has no response statuses, so scenarios saw neither refused nor missing requests.")
     if engine.unknown_addresses:
         notes.append(
             f"{_count(engine.unknown_addresses, 'sender')} without a valid address: all were counted as one client."

@@ -14,7 +14,7 @@ from headgate.policy.api_keys import ApiKeyHasher, IdentityHashes
 from headgate.policy.model import ADDRESSES, Identity
 from headgate.replay.engine import PolicyReplay
 from headgate.replay.formats import ParserSettings
-from headgate.replay.identities import PathIdentity, TierTable, used_kinds
+from headgate.replay.identities import PathIdentity, TierTable, used_kinds, watched_kinds
 from headgate.replay.obedience import ObedientClients
 from headgate.replay.report import compare, make_report
 from headgate.replay.sorting import sort_by_time
@@ -62,7 +62,8 @@ class LogOptions:
             elif source == "field":
                 fields[kind] = value
         settings = policies[0].identity
-        kinds = frozenset().union(*map(used_kinds, policies), fields, headers, self._tier_kinds(policies[0], hasher))
+        known = [kinds(policy) for policy in policies for kinds in (used_kinds, watched_kinds)]
+        kinds = frozenset().union(*known, fields, headers, self._tier_kinds(policies[0], hasher))
         parsers = ParserSettings(
             hasher,
             reads_forwarded=any(policy.identity.proxies for policy in policies),
@@ -72,6 +73,7 @@ class LogOptions:
             kinds=kinds,
             fields=fields,
             headers=headers,
+            reads_agents=any(policy.abuse is not None for policy in policies),
         )
         return LogReader(self.logs, parsers, self.format, on_progress)
 
