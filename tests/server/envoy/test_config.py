@@ -311,3 +311,16 @@ def test_keys_of_metadata_are_those_of_the_original() -> None:
         "- {key: a, rate_limit: {unit: day}, metadata: {010: x, n: {1: x, no: z, ~: [{2.50: v}]}}}"
     )
     assert found["d.a"].metadata == {"010": "x", "n": {"1": "x", "false": "z", "<nil>": [{"2.5": "v"}]}}
+
+
+def test_a_merged_limit_is_changed_in_part_like_in_the_original() -> None:
+    found = rules(
+        "domain: d\ndescriptors:\n"
+        "- &base {key: a, rate_limit: {unit: hour, requests_per_unit: 5, name: n}, metadata: {x: {p: 1}, z: 1}}\n"
+        "- {<<: *base, key: b, rate_limit: {requests_per_unit: 9}, metadata: {x: {q: 2}}}\n"
+        "- {<<: *base, key: c, rate_limit: , metadata: }\n"
+    )
+    assert list(found) == ["d.a", "d.b"]
+    assert (found["d.b"].unit, found["d.b"].requests_per_unit, found["d.b"].name) == (3, 9, "n")
+    assert found["d.b"].metadata == {"x": {"q": 2}, "z": 1}
+    assert (found["d.a"].requests_per_unit, found["d.a"].metadata) == (5, {"x": {"p": 1}, "z": 1})

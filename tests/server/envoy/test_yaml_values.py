@@ -48,10 +48,23 @@ def test_scalars_are_typed_as_in_yaml_v2(text: str, value: object) -> None:
     assert type(result["x"]) is type(value)
 
 
-def test_last_of_equal_keys_wins_and_merged_keys_replace_nothing() -> None:
+def test_the_last_of_equal_keys_wins() -> None:
     assert read("a: 1\na: 2") == {"a": 2}
-    assert read("base: &b {x: 1, z: 2}\nc: {z: 3, <<: *b}") == {"base": {"x": 1, "z": 2}, "c": {"x": 1, "z": 3}}
-    assert read("u: &u {a: 1}\nv: &v {a: 2, b: 2}\nw: {<<: [*u, *v]}")["w"] == {"a": 1, "b": 2}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "value"),
+    [
+        ("{<<: *u, a: 3}", {"a": 3, "x": 1}),
+        ("{a: 3, <<: *u}", {"a": 1, "x": 1}),  # unlike in YAML 1.1, the merge replaces the keys before it
+        ("{<<: [*u, *v]}", {"a": 1, "x": 1, "b": 2}),
+        ("{<<: *u, b: 5, <<: *v}", {"a": 2, "x": 1, "b": 2}),
+    ],
+)
+def test_merged_keys_count_where_they_are(mapping: str, value: dict[str, int]) -> None:
+    result = read(f"u: &u {{a: 1, x: 1}}\nv: &v {{a: 2, b: 2}}\nw: {mapping}")
+    assert isinstance(result, dict)
+    assert result["w"] == value
 
 
 def test_an_anchor_can_be_used_again() -> None:

@@ -276,7 +276,7 @@ class _File:
 
     def _fields(self, node: yaml.MappingNode, allowed: tuple[str, ...], rule: str = "") -> dict[str, yaml.Node]:
         found = {}
-        for key, (key_node, value) in yaml_values.fields(node).items():
+        for key, (key_node, value) in yaml_values.fields(node, ("rate_limit", "metadata")).items():
             if key not in allowed:
                 where = yaml_values.position(key_node)
                 raise self.error(

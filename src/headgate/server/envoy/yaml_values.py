@@ -7,11 +7,14 @@ is eight. Parsers for other versions of YAML, PyYAML's own included, decide diff
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 from yaml.composer import Composer, ComposerError
 from yaml.resolver import BaseResolver
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 __all__ = ["YamlError", "fields", "load", "plain", "position", "tag_of"]
 
@@ -134,22 +137,35 @@ def _check_expansion(root: yaml.Node) -> None:
         raise YamlError("yaml: document contains excessive aliasing")
 
 
-def fields(node: yaml.MappingNode) -> dict[Any, tuple[yaml.Node, yaml.Node]]:
-    """The entries of a mapping by key, as nodes of key and value. Merged ones (`<<`) come last and replace nothing."""
-    own: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
-    merged: list[yaml.Node] = []
+def fields(node: yaml.MappingNode, joined: Collection[str] = ()) -> dict[Any, tuple[yaml.Node, yaml.Node]]:
+    """The entries of a mapping by key, as nodes of key and value.
+
+    The last of equal keys wins, and those of a merge (`<<`) count where it is, so that it replaces the keys before it.
+    Mappings below a key in `joined` are joined instead: yaml.v2 decodes all of them into the same value of Go.
+    """
+    found: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
     for key, value in node.value:
-        if isinstance(key, yaml.ScalarNode) and key.value == _MERGE_KEY and not key.style:
-            merged.extend(value.value if isinstance(value, yaml.SequenceNode) else [value])
-        elif isinstance(key, yaml.ScalarNode):
-            own[_scalar(key)] = key, value
-        else:
+        if not isinstance(key, yaml.ScalarNode):
             raise YamlError(f"yaml: invalid map key: {plain(key)!r}")
-    for each in merged:
-        if not isinstance(each, yaml.MappingNode):
-            raise YamlError("yaml: map merge requires map or sequence of maps as the value")
-        own = {**fields(each), **own}
-    return own
+        if key.value != _MERGE_KEY or key.style:
+            _add(found, _scalar(key), (key, value), joined)
+            continue
+        # The first mapping of a list wins.
+        for each in reversed(value.value) if isinstance(value, yaml.SequenceNode) else [value]:
+            if not isinstance(each, yaml.MappingNode):
+                raise YamlError("yaml: map merge requires map or sequence of maps as the value")
+            for name, entry in fields(each, joined).items():
+                _add(found, name, entry, joined)
+    return found
+
+
+def _add(found: dict[Any, Any], name: Any, entry: tuple[yaml.Node, yaml.Node], joined: Collection[str]) -> None:
+    key, value = entry
+    if name in joined and name in found:
+        before = found[name][1]
+        if isinstance(before, yaml.MappingNode) and isinstance(value, yaml.MappingNode):
+            value = yaml.MappingNode(value.tag, before.value + value.value, value.start_mark, value.end_mark)
+    found[name] = key, value
 
 
 def plain(node: yaml.Node) -> Any:
