@@ -57,6 +57,8 @@ HAS_NEGATIVE_HITS: Final = NEGATIVE_HITS_FIELD in ratelimit_pb2.RateLimitDescrip
 MAX_CACHED_DESCRIPTORS: Final = 10_000
 MAX_CACHED_BYTES: Final = 1000
 """The size of a descriptor beyond which it is not cached."""
+_OVERRIDE: Final = "override-"
+"""The beginning of the unit in counters of limits that requests bring along, which are apart from those of rules."""
 MAX_BUCKET_ENTRIES: Final = 6
 """Entries of a bucket, whose orders are all tried."""
 
@@ -347,30 +349,51 @@ class _ServiceBase:
             return
         charges_refused = domain.charge_refused
         refunded: list[DescriptorLine] = []
+        refunded_later: list[DescriptorLine] = []
+        """Those of a counter that the request charges before."""
         enforced: list[DescriptorLine] = []
         optional: list[DescriptorLine] = []
         is_denied = False
         for line in lines:
-            if line.match is None:
+            match = line.match
+            if match is None:
                 continue
             if line.limit is None:  # a rule that allows nothing
                 line.is_over = line.hits > 0 and not line.is_refund
             if line.is_refund:
-                refunded.append(line)
-            elif charges_refused or not line.match.is_optional:
+                is_charged = any(each.match and each.match.parts == match.parts for each in (*enforced, *optional))
+                (refunded_later if is_charged else refunded).append(line)
+            elif charges_refused or not match.is_optional:
                 enforced.append(line)
                 is_denied = is_denied or line.is_over
             else:
                 optional.append(line)
         if refunded:
-            groups = self._groups(refunded, settings, charges_refused)
-            yield [_GiveBack(group.key, group.cost) for group in groups]
-            yield from self._look(groups, charges_refused=charges_refused)
+            yield from self._refund(self._groups(refunded, settings, charges_refused), charges_refused)
         groups = self._groups(enforced, settings, charges_refused)
         if charges_refused:
-            stops = settings.stop_cache_key_increment_when_overlimit
-            yield from self._charge_each(groups, stops=stops)
-            return
+            yield from self._charge_each(groups, stops=settings.stop_cache_key_increment_when_overlimit)
+        else:
+            yield from self._charge_together(groups, optional, lines, settings, is_denied=is_denied)
+        if refunded_later:
+            yield from self._refund(self._groups(refunded_later, settings, charges_refused), charges_refused)
+
+    def _refund(
+        self, groups: list[_Group], charges_refused: bool
+    ) -> Generator[list[_Check | _GiveBack], list[Any], None]:
+        yield [_GiveBack(group.key, group.cost) for group in groups]
+        yield from self._look(groups, charges_refused=charges_refused)
+
+    def _charge_together(
+        self,
+        groups: list[_Group],
+        optional: list[DescriptorLine],
+        lines: list[DescriptorLine],
+        settings: ServiceSettings,
+        *,
+        is_denied: bool,
+    ) -> Generator[list[_Check | _GiveBack], list[Any], None]:
+        """Charge all counters or none; those of limits that do not reject the request on their own, each by itself."""
         decision = None
         if groups and is_denied:
             yield from self._look(groups)
@@ -672,21 +695,25 @@ def _override(
         raise ServiceError(f"invalid rate limit unit {unit} in the limit override of a descriptor; use 1 to 7")
     labels = [f"{key}_{value}" if value else key for key, value in entries]
     full_key = f"{domain}.{'.'.join(labels)}"
+    parts = domain, f"{_OVERRIDE}{unit}", *[text for entry in entries for text in entry]
     limit = None
     if requests_per_unit:
-        name = limit_name(".".join((domain, *[key for key, _ in entries], "override")))
         period = timedelta(seconds=UNIT_SECONDS[unit])
-        limit = Limit(requests_per_unit, period, algorithm="fixed_window", name=name)
+        limit = Limit(requests_per_unit, period, algorithm="fixed_window", name=_override_name(parts))
     rule = DescriptorRule(full_key, requests_per_unit, unit, limit=limit, origin="override")
-    parts = domain, f"override-{unit}", *[text for entry in entries for text in entry]
     return Match.of(rule, _stats_key(domain, labels, settings), parts, settings)
+
+
+def _override_name(parts: tuple[str, ...]) -> str:
+    return limit_name(".".join((parts[0], *parts[2::2], "override")))
 
 
 def _special_key(match: Match, settings: ServiceSettings, charges_refused: bool) -> Key | None:
     """The counter of a calendar month, or of a domain that charges rejected requests; it may exceed the limit."""
     rule, limit = match.rule, match.rule.limit
     if charges_refused and limit is None and rule.unit:  # a rule that allows nothing has usage, too
-        limit = Limit(1, timedelta(seconds=UNIT_SECONDS[rule.unit]), name=limit_name(rule.full_key))
+        name = _override_name(match.parts) if match.parts[1].startswith(_OVERRIDE) else limit_name(rule.full_key)
+        limit = Limit(1, timedelta(seconds=UNIT_SECONDS[rule.unit]), name=name)
     if limit is None:
         return None
     if settings.use_calendar_month_rate_limit and rule.unit == MONTH:
