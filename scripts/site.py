@@ -48,8 +48,9 @@ HOW_TO = {
         "decision-log",
         "anomalies",
         "growth",
-        "sizing",
     ],
+    "Quotas": ["quotas", "ledger"],
+    "Capacity planning": ["sizing", "simulate", "replay"],
     "Development": ["testing", "migrating", "contributing"],
 }
 REFERENCE = [
