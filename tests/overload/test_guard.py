@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import psycopg
 import pytest
 from sqlalchemy import create_engine, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import QueuePool
 
@@ -20,7 +24,7 @@ from headgate.overload.sqlalchemy import protect
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from support.postgres import PostgresServer
@@ -99,7 +103,7 @@ def test_timeouts_lower_the_limit(error: Exception | None, is_drop: bool) -> Non
 def test_mistakes_are_named() -> None:
     guard = one_at_a_time()
     with pytest.raises(InvalidConfiguration, match="priority 'high' is unknown; use one of critical, normal"):
-        guard.call("high")  # type: ignore[arg-type]
+        guard.call("high")
     with pytest.raises(InvalidConfiguration, match="guard name ''"):
         Guard("")
     with pytest.raises(InvalidConfiguration, match="retry_after 0"):
@@ -143,6 +147,67 @@ def test_sqlalchemy_failed_connection_frees_its_place(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="unable to open"):
             engine.connect()
     assert guard.stats().in_flight == 0
+
+
+def test_sqlalchemy_pool_timeouts_lower_the_limit() -> None:
+    clock = FakeClock()
+    guard = Guard("database", clock=clock)
+    options: Any = {"pool_size": 1, "max_overflow": 0, "pool_timeout": 0}
+    engine = create_engine("sqlite://", poolclass=QueuePool, **options)
+    protect(engine, guard)
+    with engine.connect():
+        for _ in range(3):
+            clock.advance(0.1)
+            with pytest.raises(PoolTimeout):
+                engine.connect()
+    assert guard.stats().limit < 20
+    assert guard.stats().in_flight == 0
+    engine.dispose()
+
+
+def latency_after(guard: Guard, calls: Callable[[str], None], statement: str) -> float:
+    """The latency that was measured in calls of 10 ms each with this statement."""
+    for _ in range(30):
+        with suppress(DBAPIError, psycopg.Error):
+            calls(statement)
+    return guard.stats().latency
+
+
+def test_latency_of_failed_statements_is_ignored(postgres: PostgresServer) -> None:
+    clock = FakeClock()
+
+    def run(connection: Any, statement: Any) -> None:
+        clock.advance(0.01)
+        connection.execute(statement)
+
+    def through_sqlalchemy(statement: str) -> None:
+        with engine.connect() as connection:
+            run(connection, text(statement))
+
+    def through_psycopg(statement: str) -> None:
+        with pool.connection() as connection:
+            run(connection, statement)
+
+    async def through_async_psycopg(statement: str) -> float:
+        guard = Guard("database", clock=clock)
+        async with AsyncGuardedPool(postgres.url, guard=guard, min_size=1, open=False) as pool:
+            for _ in range(30):
+                with suppress(psycopg.Error):
+                    async with pool.connection() as connection:
+                        clock.advance(0.01)
+                        await connection.execute(statement)
+        return guard.stats().latency
+
+    for statement, latency in (("SELECT missing", 0.0), ("SELECT 1", 0.01)):
+        guard = Guard("database", clock=clock)
+        engine = create_engine(postgres.url.replace("postgresql://", "postgresql+psycopg://"))
+        protect(engine, guard)
+        assert latency_after(guard, through_sqlalchemy, statement) == pytest.approx(latency)
+        engine.dispose()
+        guard = Guard("database", clock=clock)
+        with GuardedPool(postgres.url, guard=guard, min_size=1) as pool:
+            assert latency_after(guard, through_psycopg, statement) == pytest.approx(latency)
+        assert asyncio.run(through_async_psycopg(statement)) == pytest.approx(latency)
 
 
 def test_psycopg_pool(postgres: PostgresServer) -> None:

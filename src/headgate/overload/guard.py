@@ -86,9 +86,12 @@ class Guard:
             raise Overloaded(self.name, wanted, self.retry_after)
         return permit
 
-    def release(self, permit: Permit, error: BaseException | None = None) -> None:
-        """End a call, with the exception that it has raised."""
-        permit.release("ok" if error is None else "dropped" if isinstance(error, self.drops) else "ignored")
+    def release(
+        self, permit: Permit, error: BaseException | None = None, *, drops: tuple[type[BaseException], ...] = ()
+    ) -> None:
+        """End a call, with the exception that it has raised; `drops` are further ones that lower the limit."""
+        is_drop = isinstance(error, (*self.drops, *drops))
+        permit.release("ok" if error is None else "dropped" if is_drop else "ignored")
 
     def stats(self) -> OverloadStats:
         """The limit, the calls in progress, latencies, and the calls that were shed."""

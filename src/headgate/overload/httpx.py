@@ -19,6 +19,7 @@ __all__ = ["AsyncGuardedTransport", "GuardedTransport"]
 
 OVERLOAD_STATUSES: Final = frozenset({429, 503, 504})
 """Statuses by which the server says that it has no capacity."""
+TIMEOUTS: Final = (httpx.TimeoutException,)
 
 
 class GuardedTransport(httpx.BaseTransport):
@@ -39,7 +40,7 @@ class GuardedTransport(httpx.BaseTransport):
         try:
             response = self._transport.handle_request(request)
         except BaseException as error:
-            _release_failed(self.guard, permit, error)
+            self.guard.release(permit, error, drops=TIMEOUTS)
             raise
         if response.is_closed:
             _release(permit, response.status_code)
@@ -66,7 +67,7 @@ class AsyncGuardedTransport(httpx.AsyncBaseTransport):
         try:
             response = await self._transport.handle_async_request(request)
         except BaseException as error:
-            _release_failed(self.guard, permit, error)
+            self.guard.release(permit, error, drops=TIMEOUTS)
             raise
         if response.is_closed:
             _release(permit, response.status_code)
@@ -114,10 +115,3 @@ class _AsyncGuardedStream(httpx.AsyncByteStream):
 
 def _release(permit: Permit, status: int) -> None:
     permit.release("dropped" if status in OVERLOAD_STATUSES else "ok" if status < 400 else "ignored")
-
-
-def _release_failed(guard: Guard, permit: Permit, error: BaseException) -> None:
-    if isinstance(error, httpx.TimeoutException):
-        permit.release("dropped")
-    else:
-        guard.release(permit, error)
