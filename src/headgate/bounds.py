@@ -37,6 +37,8 @@ EXCHANGE_LAG_US: Final = 3_000_000
 """The time after which all connected regions know of an admission: it is shared within a second, read within another,
 and that takes at most a third."""
 
+_ROUNDING_PARTS: Final = 2
+"""Parts of a token that the clock of shares loses while a tenant waits: at the end of an epoch, and when it is read."""
 _WINDOWS: Final = ("fixed_window", "sliding_window")
 
 
@@ -122,18 +124,19 @@ def fair_share_wait(limit: FairLimit, weight: int, total: int, cost: int = 1) ->
     which its share of the rate provides the cost. None if its bucket is too small for the cost, so that there is none.
 
     `total` is the weight of all active tenants with its own. With the capacity B, the rate r, the weight w of the
-    tenant and the total W, a cost c of at most B w / 2W is admitted after c W / (r w), which is at most B / 2r.
+    tenant and the total W, a cost c of at most B w / 2W is admitted after c W / (r w), which is at most B / 2r, plus
+    rounding: two parts of a token, of which there are usually a million.
 
     >>> from datetime import timedelta
     >>> from headgate import FairLimit
     >>> fair_share_wait(FairLimit(1000, timedelta(seconds=1)), weight=1, total=20)
-    20000
+    20001
     """
     parts = fair_share.scale(limit)
     need = -(-cost * parts // weight)
     if need > parts * limit.capacity // (2 * total):
         return None
-    return -(-need * total * limit.ticks // (parts * limit.tokens))
+    return -(-(need + _ROUNDING_PARTS) * total * limit.ticks // (parts * limit.tokens))
 
 
 class Bound(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headgate import AsyncLimiter, FairLimit, InvalidLimit, Limit, Limiter
@@ -298,6 +298,57 @@ def test_a_newcomer_is_admitted_within_the_bound(limiter: Limiter, clock: FakeCl
             saturate(limiter, keys, clock, until_us=clock.now_us() + wait_us, step_us=max(1, wait_us))
             decision = limiter.check(key)
         assert clock.now_us() - began_us <= bound_us
+
+
+@given(
+    numbers,
+    st.lists(st.sampled_from([1, 1, 2, 5, 30]), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 7]),
+    st.integers(1, 4),
+    st.lists(st.sampled_from([0.0, 0.001, 0.1, 0.5, 0.9, 1.3]), max_size=4),
+    st.lists(st.floats(0, 1), max_size=3),
+)
+def test_others_cannot_starve_a_tenant(
+    shape: tuple[int, int, int],
+    weights: list[int],
+    weight: int,
+    part: int,
+    history: list[float],
+    moments: list[float],
+) -> None:
+    """Tenants of any weight take everything at any moments: another one waits for its first request within the bound,
+    and never again while it stays within its share."""
+    quota, period_us, burst = shape
+    total = weight + sum(weights)
+    burst = max(burst, -(-2 * total // weight))  # so that there is a bound
+    limit = FairLimit(quota, timedelta(microseconds=period_us), burst=burst, name="api")
+    others = [limit.by(f"other-{number}", weight=each) for number, each in enumerate(weights)]
+    key, cost = limit.by("another", weight=weight), max(1, burst * weight // (2 * total * part))
+    bound_us = fair_share_wait(limit, weight, total, cost)
+    assume(bound_us is not None)
+    assert bound_us is not None
+    clock = FakeClock(NOW)
+    with Limiter("memory://", clock=clock) as limiter:
+
+        def take_everything(at_us: int) -> None:
+            clock.set_us(at_us)
+            for other in others:
+                for each in (burst, burst // 4 + 1, 1):
+                    while limiter.check(other, cost=each).allowed:
+                        pass
+
+        take_everything(NOW)
+        for step in history:
+            take_everything(clock.now_us() + int(step * fair_share.epoch_us(limit)))
+        began_us = clock.now_us()
+        is_admitted = limiter.check(key, cost=cost).allowed
+        for moment in sorted(moments):
+            take_everything(began_us + int(moment * bound_us))
+        take_everything(began_us + bound_us)
+        assert is_admitted or limiter.check(key, cost=cost).allowed
+        for _ in range(20):
+            take_everything(clock.now_us() + bound_us)
+            assert limiter.check(key, cost=cost).allowed
 
 
 def test_a_tenant_within_its_share_never_waits(limiter: Limiter, clock: FakeClock) -> None:
