@@ -45,7 +45,7 @@ def query() -> None:
 
 def check(status: int, headers: Any, body: bytes) -> None:
     problem = json.loads(body)
-    assert (status, headers["retry-after"]) == (503, "7")
+    assert (status, headers["retry-after"], headers["headgate-shed"]) == (503, "7", "normal")
     assert (problem["error"], problem["retry_after_seconds"]) == ("overloaded", 7)
 
 
@@ -163,6 +163,7 @@ def service(behavior: Any) -> Any:
 
 
 def assert_unavailable(error: grpc.RpcError) -> None:
+    assert ("headgate-shed", "normal") in error.trailing_metadata()  # type: ignore[attr-defined]
     assert error.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
     assert error.details() == "The service is overloaded. Try again in 7 seconds."  # type: ignore[attr-defined]
 

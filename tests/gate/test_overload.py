@@ -67,6 +67,7 @@ def test_refusal_says_what_happened_and_charges_nothing(gate: Gate) -> None:
     assert refusal is not None
     assert refusal.status == 503
     assert dict(refusal.headers)[b"retry-after"] == b"1"
+    assert dict(refusal.headers)[b"headgate-shed"] == b"normal"
     assert dict(refusal.headers)[b"cache-control"] == b"no-store"
     problem = json.loads(refusal.body)
     assert problem["type"].endswith("#temporary-reduced-capacity")

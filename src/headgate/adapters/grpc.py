@@ -62,7 +62,7 @@ HTTP_STATUSES: Final = (200, 499, 500, 400, 504, 404, 409, 403, 429, 400, 409, 4
 
 CANCELLED: Final = 1
 UNKNOWN: Final = 2
-SENT_PREFIXES: Final = (b"x-ratelimit-", b"ratelimit", b"retry-after")
+SENT_PREFIXES: Final = (b"x-ratelimit-", b"ratelimit", b"retry-after", b"headgate-shed")
 """Prefixes of the header fields that are sent as metadata."""
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from headgate.decisions import Decision
+    from headgate.errors import Overloaded
     from headgate.gate.admission import RequestInfo
     from headgate.gate.identity import AppIdentities, IdentityExtractor
     from headgate.gate.responses import Header, HeaderTemplate, Rejection, ResponseBuilder
@@ -157,11 +158,12 @@ class ActivePolicy:
 
     def shed(self, resolution: Resolution, retry_us: int, received_us: int) -> Admission:
         """The admission of a request that is refused because its process has too many in progress."""
-        return Admission(resolution, None, self._responses.overloaded(retry_us), None, received_us)
+        refusal = self._responses.overloaded(retry_us, resolution.route.priority)
+        return Admission(resolution, None, refusal, None, received_us)
 
-    def overloaded(self, retry_us: int) -> Rejection:
+    def overloaded(self, error: Overloaded) -> Rejection:
         """The response to a request whose handler has raised `Overloaded`."""
-        return self._responses.overloaded(retry_us)
+        return self._responses.overloaded(int(error.retry_after * 1_000_000), error.priority)
 
     def headers_of(self, admissions: Iterable[Admission]) -> list[Header]:
         """The header fields of several admissions of the same request, merged."""

@@ -544,7 +544,7 @@ class GateBase:
 
     def overloaded(self, error: Overloaded) -> Rejection:
         """The response to a request whose handler has raised `Overloaded`: 503 and Retry-After."""
-        return self.active_policy.overloaded(int(error.retry_after * 1_000_000))
+        return self.active_policy.overloaded(error)
 
     def add_guard(self, guard: Guard) -> None:
         """Export the metrics of a guard together with those of this gate."""

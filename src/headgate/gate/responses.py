@@ -46,6 +46,9 @@ FORBIDDEN: Final = "about:blank", "Forbidden"
 
 SEPARATE_FIELDS_DRAFT: Final = 6
 
+SHED_HEADER: Final = b"headgate-shed"
+"""In the response to a request that was shed: its priority."""
+
 CHALLENGE_HEADER: Final = b"headgate-challenge"
 """In the response to a request that has to pass a challenge."""
 
@@ -180,10 +183,11 @@ class ResponseBuilder:
         message = f"This request cannot be checked right now. {_advice(retry)}"
         return self._refuse(RejectionInfo(503, "limiter_unavailable", message, retry, decision=decision))
 
-    def overloaded(self, retry_us: int) -> Rejection:
-        """503, for a request that was shed."""
+    def overloaded(self, retry_us: int, priority: str) -> Rejection:
+        """503, for a request that was shed, or whose handler has made a call that was shed."""
         retry = self._seconds(retry_us)
-        return self._refuse(RejectionInfo(503, "overloaded", f"The service is overloaded. {_advice(retry)}", retry))
+        facts = RejectionInfo(503, "overloaded", f"The service is overloaded. {_advice(retry)}", retry)
+        return self._refuse(facts, [(SHED_HEADER, priority.encode("ascii"))])
 
     def blocked(self, retry_us: int | None = None) -> Rejection:
         """403, for a blocked client; `retry_us` is the time until the block ends, if it does. Omits the reason."""
