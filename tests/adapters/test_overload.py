@@ -163,7 +163,7 @@ def service(behavior: Any) -> Any:
 
 
 def assert_unavailable(error: grpc.RpcError) -> None:
-    assert ("headgate-shed", "normal") in error.trailing_metadata()  # type: ignore[attr-defined]
+    assert dict(error.trailing_metadata())["headgate-shed"] == "normal"  # type: ignore[attr-defined]
     assert error.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
     assert error.details() == "The service is overloaded. Try again in 7 seconds."  # type: ignore[attr-defined]
 
