@@ -345,6 +345,43 @@ def test_charge_in_c_is_one_in_python(these: list[Limit], steps: list[int], now_
                 pair.run(Check((others[these.index(some[0])].by("ada"),), 1, None), now_us)
 
 
+@settings(max_examples=150)
+@given(st.lists(limits(), min_size=1, max_size=4, unique_by=lambda limit: limit.name), times, st.data())
+def test_requests_are_admitted_in_c_as_they_are_decided(
+    these: list[Limit], steps: list[int], data: st.DataObject
+) -> None:
+    pair, now_us = Pair(), NOW
+    fast, plain = pair.stores
+    for step in steps:
+        now_us += step
+        keys = tuple(limit.by(data.draw(st.sampled_from(["ada", "bob"]))) for limit in these)
+        check = Check(keys, data.draw(st.integers(0, 5)), None)
+        floors = tuple(data.draw(st.integers(0, 30)) for _ in keys)
+        pair.instant_us = now_us
+        admitted, decision = fast.admit(check, floors), plain.decide(check)
+        leaves = [verdict[0] >= floor for verdict, floor in zip(decision.verdicts, floors, strict=True)]
+        if admitted:
+            assert decision.allowed
+            assert all(leaves)
+        else:
+            assert fast.decide(check) == decision
+        held = [{name: table.states for name, table in store._tables.items()} for store in pair.stores]
+        assert held[0] == held[1]
+
+
+def test_request_is_admitted_only_above_the_floor_of_each_limit() -> None:
+    store = MemoryStore(FakeClock(NOW))
+    wide, narrow = Limit(10, MINUTE, name="wide"), Limit(3, MINUTE, name="narrow")
+    check = Check((wide.by("ada"), narrow.by("ada")), 1, None)
+    assert not store.admit(check, (0, 0)), "new counters are left to Python"
+    store.decide(check)
+    assert store.admit(check, (8, 1))
+    assert not store.admit(check, (0, 1))
+    assert store.admit(check, (0, 0)), "nothing was charged"
+    assert not store.admit(check, (0, 0))
+    assert not store.admit(check, (0,))
+
+
 def test_denied_request_spends_nothing_and_hears_what_a_peek_says() -> None:
     pair = Pair()
     wide, narrow = Limit(10, MINUTE, name="wide"), Limit(1, MINUTE, name="narrow", algorithm="gcra")
@@ -398,6 +435,7 @@ def test_what_is_unusual_is_left_to_python(native: Any, keys: Any, cost: Any, no
     store.check(KEY)
     before = {name: {**space.states} for name, space in store._tables.items()}
     assert native.charge(store._meters, keys, cost, now_us * 1000, is_is_locked) is None
+    assert not native.admit(store._meters, keys, cost, now_us * 1000, (0,) * len(keys), is_is_locked)
     assert {name: space.states for name, space in store._tables.items()} == before
     assert native.charge(store._meters, (KEY,), 1, NOW * 1000, False).allowed
 
@@ -414,6 +452,10 @@ def test_state_of_another_kind_is_left_to_python(native: Any, state: Any) -> Non
 def test_invalid_arguments_are_rejected(native: Any, args: Any) -> None:
     with pytest.raises(TypeError, match="charge"):
         native.charge(*args)
+    with pytest.raises(TypeError, match="admit"):
+        native.admit(*args[:4], (0,), *args[4:])
+    with pytest.raises(TypeError, match="admit"):
+        native.admit({}, (KEY,), 1, NOW, [0], False)
 
 
 def test_only_its_own_algorithms_have_meters(native: Any) -> None:

@@ -1,6 +1,7 @@
 /* Optional speedups: pure functions, each with a Python twin that the tests compare it with.
  *
  *     Meter, charge      the common check of the memory store    stores/memory.py
+ *     admit              the same, without a decision            stores/memory.py
  *     pack_keys          the keys of a batch for Redis           plain_pack_keys in stores/redis/encoding.py
  *     decode_allowed     the reply to a batch                    plain_answers in stores/redis/decoding.py
  *     translate_check    a check on the limits of a region       plain_translate_check in regions/routing.py
@@ -307,6 +308,40 @@ static PyObject *charge_decision(const ModuleState *module, bool is_allowed, PyO
     return decision;
 }
 
+/* The arguments that charge and admit share. */
+typedef struct {
+    PyObject *meters, *keys, *cost;
+    Py_ssize_t count;
+    int128 now_us;
+    bool is_allowed;
+} Request;
+
+/* Reads and decides all keys of a request. Returns false, without an exception, for anything unusual. */
+static bool decide_all(const ModuleState *module, PyObject *const *args, PyObject *is_busy, Request *request,
+                       Charge *charges) {
+    PyObject *cost = args[2];
+    int128 now_ns;
+    *request = (Request){args[0], args[1], cost, PyTuple_GET_SIZE(args[1]), 0, true};
+    if (is_busy != Py_False || request->count == 0 || request->count > MAX_KEYS || !read_int(args[3], &now_ns) ||
+        (PyTuple_Check(cost) && PyTuple_GET_SIZE(cost) != request->count)) {
+        return false;
+    }
+    request->now_us = floor_div(now_ns, 1000);
+    if (request->now_us > MAX_MAGNITUDE || request->now_us < -MAX_MAGNITUDE) return false;
+    for (Py_ssize_t index = 0; index < request->count; index++) {
+        Charge *charge = &charges[index];
+        PyObject *each = PyTuple_Check(cost) ? PyTuple_GET_ITEM(cost, index) : cost;
+        if (!find_counter(module, request->meters, PyTuple_GET_ITEM(request->keys, index), each, request->now_us,
+                          charge) ||
+            is_repeated(charges, index)) {
+            return false;
+        }
+        decide(charge, request->now_us, charge->cost);
+        request->is_allowed = request->is_allowed && !charge->verdict.retry_us;
+    }
+    return true;
+}
+
 PyDoc_STRVAR(charge_doc,
              "charge(meters, keys, cost, now_ns, is_busy, /)\n--\n\n"
              "Charge all keys or none and return the Decision.\n\n"
@@ -321,37 +356,51 @@ static PyObject *charge(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     const ModuleState *module = PyModule_GetState(self);
-    PyObject *keys = args[1], *cost = args[2];
-    Py_ssize_t count = PyTuple_GET_SIZE(keys);
-    int128 now_ns, now_us;
-    if (args[4] != Py_False || count == 0 || count > MAX_KEYS || !read_int(args[3], &now_ns) ||
-        (PyTuple_Check(cost) && PyTuple_GET_SIZE(cost) != count)) {
-        Py_RETURN_NONE;
-    }
-    now_us = floor_div(now_ns, 1000);
-    if (now_us > MAX_MAGNITUDE || now_us < -MAX_MAGNITUDE) Py_RETURN_NONE;
     Charge charges[MAX_KEYS];
-    bool is_allowed = true;
-    for (Py_ssize_t index = 0; index < count; index++) {
-        PyObject *each = PyTuple_Check(cost) ? PyTuple_GET_ITEM(cost, index) : cost;
-        if (!find_counter(module, args[0], PyTuple_GET_ITEM(keys, index), each, now_us, &charges[index]) ||
-            is_repeated(charges, index)) {
-            Py_RETURN_NONE;
-        }
-        decide(&charges[index], now_us, charges[index].cost);
-        is_allowed = is_allowed && !charges[index].verdict.retry_us;
-    }
+    Request request;
+    if (!decide_all(module, args, args[4], &request, charges)) Py_RETURN_NONE;
     int gc_was_enabled = PyGC_Disable();
     /* A denied request is not charged: where it would have passed, the verdict is that of a peek. */
-    for (Py_ssize_t index = 0; !is_allowed && index < count; index++) {
-        if (!charges[index].verdict.retry_us) decide(&charges[index], now_us, 0);
+    for (Py_ssize_t index = 0; !request.is_allowed && index < request.count; index++) {
+        if (!charges[index].verdict.retry_us) decide(&charges[index], request.now_us, 0);
     }
     PyObject *decision = NULL;
-    if (!is_allowed || store_states(charges, count)) {
-        decision = charge_decision(module, is_allowed, keys, charges, now_us, cost);
+    if (!request.is_allowed || store_states(charges, request.count)) {
+        decision =
+            charge_decision(module, request.is_allowed, request.keys, charges, request.now_us, request.cost);
     }
     if (gc_was_enabled) PyGC_Enable();
     return decision;
+}
+
+PyDoc_STRVAR(admit_doc,
+             "admit(meters, keys, cost, now_ns, floors, is_busy, /)\n--\n\n"
+             "Charge all keys, and return True, if at least so much as `floors` would be left of each.\n\n"
+             "Return False, with nothing changed, in all other cases, among them those in which `charge` returns None.");
+
+static PyObject *admit(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 6 || !PyDict_Check(args[0]) || !PyTuple_Check(args[1]) || !PyTuple_Check(args[4])) {
+        PyErr_SetString(PyExc_TypeError,
+                        "expected admit(meters: dict, keys: tuple, cost, now_ns, floors: tuple, is_busy)");
+        return NULL;
+    }
+    PyObject *floors = args[4];
+    Charge charges[MAX_KEYS];
+    Request request;
+    if (!decide_all(PyModule_GetState(self), args, args[5], &request, charges) || !request.is_allowed ||
+        PyTuple_GET_SIZE(floors) != request.count) {
+        Py_RETURN_FALSE;
+    }
+    for (Py_ssize_t index = 0; index < request.count; index++) {
+        int128 floor;
+        if (!read_int(PyTuple_GET_ITEM(floors, index), &floor) || charges[index].verdict.remaining < floor) {
+            Py_RETURN_FALSE;
+        }
+    }
+    int gc_was_enabled = PyGC_Disable();
+    bool is_stored = store_states(charges, request.count);
+    if (gc_was_enabled) PyGC_Enable();
+    return is_stored ? Py_NewRef(Py_True) : NULL;
 }
 
 /* -- Redis: pack_keys and decode_allowed --------------------------------------------------------------------------- */
@@ -1017,6 +1066,7 @@ static void free_module(void *self) {
 
 static PyMethodDef METHODS[] = {
     {"charge", (PyCFunction)(void (*)(void))charge, METH_FASTCALL, charge_doc},
+    {"admit", (PyCFunction)(void (*)(void))admit, METH_FASTCALL, admit_doc},
     {"pack_keys", (PyCFunction)(void (*)(void))pack_keys, METH_FASTCALL, pack_keys_doc},
     {"decode_allowed", (PyCFunction)(void (*)(void))decode_allowed, METH_FASTCALL, decode_allowed_doc},
     {"translate_check", (PyCFunction)(void (*)(void))translate_check, METH_FASTCALL, translate_check_doc},

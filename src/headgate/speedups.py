@@ -19,6 +19,7 @@ __all__ = ["active", "describe", "functions", "pick", "reason"]
 
 FUNCTIONS: Final = (
     "charge",
+    "admit",
     "pack_keys",
     "decode_allowed",
     "translate_check",

@@ -400,7 +400,7 @@ def test_nothing_that_lets_another_thread_run_stands_between_compare_and_set() -
     assert [step.argval for step in code[last_look + 1 : store] if step.opname == "BINARY_OP"] in ([], [26])
 
 
-@pytest.mark.parametrize("way", [MemoryStore.check, MemoryStore.decide])
+@pytest.mark.parametrize("way", [MemoryStore.check, MemoryStore.decide, MemoryStore.admit])
 def test_nothing_that_lets_another_thread_run_stands_between_the_last_look_and_the_compiled_charge(
     way: Callable[..., object],
 ) -> None:

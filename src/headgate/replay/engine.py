@@ -18,7 +18,14 @@ from headgate.policy.snapshot import Snapshot, client_kind
 from headgate.replay.formats import AGENT
 from headgate.replay.identities import LogIdentities
 from headgate.replay.scenarios import ScenarioReplay
-from headgate.replay.statistics import ClientTotals, RejectionTotals, ReplayTimeline, RouteTotals, RuleTotals
+from headgate.replay.statistics import (
+    AppliedRules,
+    ClientTotals,
+    RejectionTotals,
+    ReplayTimeline,
+    RouteTotals,
+    RuleTotals,
+)
 from headgate.replay.times import MINUTE_US
 from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, Leave, Refund, Renew
@@ -69,6 +76,9 @@ class _Shape(NamedTuple):
     """The limits that count only some responses: their indices, costs and conditions."""
     rules: tuple[RuleTotals, ...]
     """The statistics of the limits, in the order of the keys."""
+    applied: AppliedRules
+    kinds: frozenset[str]
+    """The kinds of identity that the limits of the route count by, without those that each request has."""
 
 
 class _ResolvedSender:
@@ -125,7 +135,7 @@ class PolicyReplay:
         """The minute with the most rejections: its start, requests and rejections."""
         self.busiest_minute: tuple[int, int] | None = None
         self.missing_identities: dict[str, int] = {}
-        """Requests by the kind of identity that a limit counts by and that they lack."""
+        """Senders by the kind of identity that a limit counts by and that they lack."""
         self.unknown_addresses = 0
         self.rejected_in_log = 0
         """Requests with status 429 in the log."""
@@ -138,6 +148,7 @@ class PolicyReplay:
         self._entries = 0
         self._shapes: dict[Any, _Shape] = {}
         """By the ids of the rules of a route, and those of the limits, which differ between tiers and overrides."""
+        self._applied: dict[tuple[tuple[RuleTotals, int], ...], AppliedRules] = {}
         self._transitions_us = [*policy.transition_times_us, sys.maxsize]
         self._boundary_us = -sys.maxsize
         self._minute_us = 0
@@ -150,7 +161,7 @@ class PolicyReplay:
 
     def replay(self, requests: Iterable[LoggedRequest]) -> None:
         """Decide requests, none of which is older than those before."""
-        clock, by_path, decide, active = self.clock, self._by_path, self.store.decide, self._active
+        clock, by_path, admit, active = self.clock, self._by_path, self.store.admit, self._active
         boundary_us, held, scenarios = self._boundary_us, self._held, self.scenarios
         for at_us, method, target, status, sender, duration_us in requests:
             if at_us >= boundary_us:
@@ -171,16 +182,7 @@ class PolicyReplay:
             totals.requests += 1
             active[id(totals)] = totals
             rejected = self.rejected
-            if entry.is_plain:
-                decision = decide(entry.check)  # type: ignore[arg-type]
-                if decision[0]:
-                    for (remaining, _, _, _), near in zip(decision[2], entry.near, strict=True):
-                        if remaining < near:
-                            self._record_near(entry, decision)
-                            break
-                else:
-                    self._record_denial(entry, decision)
-            else:
+            if not entry.is_plain or not admit(entry.check, entry.near):  # type: ignore[arg-type]
                 self._decide(entry, status, duration_us)
             if scenarios is not None and not entry.is_blocked:
                 route, who = entry.resolution.route, entry.resolution.who
@@ -193,8 +195,8 @@ class PolicyReplay:
             self.last_us = self.clock.at_us
             self._close_minute()
         for totals in self.routes.values():
-            for name, _ in totals.rules:
-                self.rules[name].requests += totals.requests
+            for rule, _ in totals.rules.costs:
+                rule.requests += totals.requests
         self._by_path.clear()
         self._by_route.clear()
 
@@ -327,28 +329,37 @@ class PolicyReplay:
         return self._boundary_us
 
     def _close_minute(self) -> None:
-        admitted: dict[str, int] = {}
+        active: list[AppliedRules] = []
         requests = rejected = 0
         for totals in self._active.values():
             new, failed = totals.requests - totals.counted_requests, totals.rejected - totals.counted_rejected
             totals.counted_requests, totals.counted_rejected = totals.requests, totals.rejected
             requests += new
             rejected += failed
-            for name, cost in totals.rules:
-                admitted[name] = admitted.get(name, 0) + cost * (new - failed)
+            if new > failed:
+                if not totals.rules.admitted:
+                    active.append(totals.rules)
+                totals.rules.admitted += new - failed
         self._active.clear()
         self.requests += requests
-        for name, cost in admitted.items():
-            rule = self.rules[name]
-            rule.admitted += cost
-            if cost > rule.peak_admitted:
-                rule.peak_admitted, rule.peak_minute_us = cost, self._minute_us
+        self._record_peaks(active)
         if self.timeline is not None:
             self.timeline.add(max(self._minute_us, self.timeline.start_us), requests, rejected)
         if rejected and (self.worst_minute is None or rejected > self.worst_minute[2]):
             self.worst_minute = self._minute_us, requests, rejected
         if self.busiest_minute is None or requests > self.busiest_minute[1]:
             self.busiest_minute = self._minute_us, requests
+
+    def _record_peaks(self, active: list[AppliedRules]) -> None:
+        """Compare what limits have admitted in this minute with their peaks."""
+        admitted: dict[RuleTotals, int] = {}
+        for applied in active:
+            for rule, cost in applied.costs:
+                admitted[rule] = admitted.get(rule, 0) + cost * applied.admitted
+            applied.admitted = 0
+        for rule, total in admitted.items():
+            if total > rule.peak_admitted:
+                rule.peak_admitted, rule.peak_minute_us = total, self._minute_us
 
     # ------------------------------------------------------------------------------------ resolution
 
@@ -382,15 +393,14 @@ class PolicyReplay:
             client = self.clients[name] = ClientTotals(resolution.tier)
         if resolution.tier is not None:
             client.tier = resolution.tier
-        costs = tuple([(rule.rule.name, rule.cost) for rule in resolution.rules])
-        costs = () if resolution.block is not None else costs
-        totals = self.routes.get((route.endpoint, route.route_class, resolution.tier, costs))
+        shape = self._shape(resolution)
+        applied = shape.applied if resolution.block is None else self._apply(())
+        of_route = route.endpoint, route.route_class, resolution.tier, applied
+        totals = self.routes.get(of_route)
         if totals is None:
-            totals = RouteTotals(route.endpoint, route.route_class, resolution.tier, costs)
-            self.routes[route.endpoint, route.route_class, resolution.tier, costs] = totals
-        entry = senders[sender] = _ResolvedSender(
-            resolution, client, totals, self._shape(resolution), dict(sender[2]).get(AGENT, "")
-        )
+            totals = self.routes[of_route] = RouteTotals(*of_route)
+        agent = dict(sender[2]).get(AGENT, "")
+        entry = senders[sender] = _ResolvedSender(resolution, client, totals, shape, agent)
         self._entries += 1
         self._note_missing(entry)
         return entry
@@ -414,19 +424,25 @@ class PolicyReplay:
                     if rule.rule.count_when is not None and at not in leases
                 ]
             )
-            shape = _Shape(near, leases, settled, tuple([self._rule_totals(rule.rule) for rule in rules]))
+            totals = tuple([self._rule_totals(rule.rule) for rule in rules])
+            applied = self._apply([(each, rule.cost) for each, rule in zip(totals, rules, strict=True)])
+            by = frozenset(kind for each in resolution.route.rules for kind in each.rule.by) - {"client", "endpoint"}
+            shape = _Shape(near, leases, settled, totals, applied, by)
             if rules is resolution.route.rules:  # which stay alive, so that their id is not used again
                 self._shapes[name] = shape
         return shape
+
+    def _apply(self, costs: Iterable[tuple[RuleTotals, int]]) -> AppliedRules:
+        key = tuple(costs)
+        return self._applied.get(key) or self._applied.setdefault(key, AppliedRules(key))
 
     def _note_missing(self, entry: _ResolvedSender) -> None:
         """Remember the kinds of identity that the log lacks."""
         who = entry.resolution.who
         self.unknown_addresses += who["address"] == "unknown"
-        for rule in entry.resolution.route.rules:
-            for kind in rule.rule.by:
-                if kind not in ("client", "endpoint") and not who.get(kind):
-                    self.missing_identities[kind] = self.missing_identities.get(kind, 0) + 1
+        for kind in entry.shape.kinds:
+            if not who.get(kind):
+                self.missing_identities[kind] = self.missing_identities.get(kind, 0) + 1
 
     def _rule_totals(self, rule: Rule) -> RuleTotals:
         totals = self.rules.get(rule.name)

@@ -10,7 +10,7 @@ from headgate.replay.times import MINUTE_US
 if TYPE_CHECKING:
     from headgate.policy.model import Rule
 
-__all__ = ["ClientTotals", "RejectionTotals", "ReplayTimeline", "RouteTotals", "RuleTotals"]
+__all__ = ["AppliedRules", "ClientTotals", "RejectionTotals", "ReplayTimeline", "RouteTotals", "RuleTotals"]
 
 EPISODE_GAP_US: Final = MINUTE_US
 """Rejections of a client that are at most so far apart belong to one episode."""
@@ -67,10 +67,18 @@ class RuleTotals:
     longest_wait_us: int = 0
     unsatisfiable: int = 0
     """Rejected requests whose cost exceeds the whole limit."""
-    admitted: int = 0
-    """Admitted cost, without refunds."""
     peak_admitted: int = 0
+    """The largest cost admitted in a minute, without refunds."""
     peak_minute_us: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class AppliedRules:
+    """Limits that apply to the same requests, each with the cost of a request."""
+
+    costs: tuple[tuple[RuleTotals, int], ...]
+    admitted: int = 0
+    """Requests in the current minute."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +88,7 @@ class RouteTotals:
     endpoint: str
     route_class: str | None
     tier: str | None
-    rules: tuple[tuple[str, int], ...]
-    """The names of the limits, with the cost of a request."""
+    rules: AppliedRules
     requests: int = 0
     rejected: int = 0
     blocked: int = 0

@@ -77,6 +77,7 @@ _NO_KEY: Final[Any] = object()
 
 _new_decision = tuple.__new__
 _charge = speedups.pick("charge")
+_admit = speedups.pick("admit")
 _Meter = speedups.pick("Meter")
 _METERED: Final = speedups.pick("ALGORITHMS", ())
 
@@ -418,6 +419,16 @@ class MemoryStore:
         finally:
             self._is_locked = was_locked
             lock.release()
+
+    def admit(self, check: Check, floors: tuple[int, ...]) -> bool:
+        """Charge a check, in C and without the numbers of a decision, if at least so much is left of each limit.
+
+        False for all others, with nothing changed: call `decide` for these.
+        """
+        if _admit is None:
+            return False
+        admitted: bool = _admit(self._meters, check[0], check[1], self._time_ns(), floors, self._is_locked)
+        return admitted
 
     def _try_decide(self, keys: tuple[Key, ...], cost: Cost, id: str | None) -> Decision | None:
         """Decide a check under the lock; None if something was changed in the meantime."""
