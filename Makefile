@@ -46,6 +46,7 @@ bench-regions: $(VENV)/.test ## measure limits over several regions: CPU time an
 	$(BIN)/python -m bench.regions $(BENCH_ARGS)
 
 bench-quotas: $(VENV)/.test ## measure charges to the ledger, its verification and statements (BENCH_ARGS=--quick: a minute)
+	@scripts/install-packages servers
 	$(BIN)/python -m bench.quotas $(BENCH_ARGS)
 
 bench-clients: $(VENV)/.test ## compare polite clients with usual retries: the tables of docs/clients.md

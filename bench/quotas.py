@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate import Calendar
@@ -26,6 +28,8 @@ from headgate.quotas.ledger import WRITE_LOCK
 from headgate.quotas.storage import StateCache, WriteBatch
 from headgate.quotas.usage_alerts import UsageMonitor
 from headgate.testing import FakeRequest
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support.postgres import PostgresServer
 from support.servers import RedisServer
 
