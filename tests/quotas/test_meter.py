@@ -19,6 +19,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry
 
 from headgate import Calendar, InvalidConfiguration, InvalidCost, InvalidInput
+from headgate.control.config.migrations import VERSION_TABLE
 from headgate.quotas import Ledger, LedgerUnavailable, MeterReservation, QuotaMeter, QuotaPlan, UsageRecord
 from headgate.quotas.entries import derived_id
 from headgate.quotas.journal import UsageJournal, abandoned_journals
@@ -631,8 +632,7 @@ def test_change_of_any_usage_record_is_detected(tmp_path: Path) -> None:
         ledger.lease("acme", 10, id=lease)
     for number in range(3):
         ledger.record_usage([usage("one", f"a{number}", 1), usage("two", f"b{number}", 2)])
-    ledger.close_lease("one")
-    ledger.close_lease("two")
+    ledger.close_lease("one")  # the other one is open
     assert ledger.verify() == []
     with closing(sqlite3.connect(tmp_path / "quota.db", isolation_level=None)) as connection:
         rows = connection.execute("SELECT * FROM headgate_ledger_usage ORDER BY number").fetchall()
@@ -654,8 +654,50 @@ def test_change_of_any_usage_record_is_detected(tmp_path: Path) -> None:
             assert ledger.verify(), statement
             connection.execute("DELETE FROM headgate_ledger_usage")
             connection.executemany(f"INSERT INTO headgate_ledger_usage VALUES ({', '.join('?' * len(names))})", rows)
+        assert ledger.verify() == []
+        hashes = connection.execute("SELECT * FROM headgate_ledger_usage_hashes").fetchall()
+        for change in (
+            "UPDATE headgate_ledger_usage_hashes SET hash = 'x'",
+            "DELETE FROM headgate_ledger_usage_hashes",
+        ):
+            for number, _ in hashes:
+                connection.execute(f"{change} WHERE number = {number}")
+                assert ledger.verify(), (change, number)
+                connection.execute("DELETE FROM headgate_ledger_usage_hashes")
+                connection.executemany("INSERT INTO headgate_ledger_usage_hashes VALUES (?, ?)", hashes)
     assert ledger.verify() == []
     ledger.close()
+
+
+def test_problem_names_the_changed_usage_records(tmp_path: Path) -> None:
+    ledger = Ledger(f"sqlite:///{tmp_path}/quota.db")
+    ledger.grant("acme", 100)
+    ledger.lease("acme", 10, id="one")
+    for number in range(3):
+        ledger.record_usage([usage("one", f"a{number}", 1), usage("one", f"b{number}", 2)])
+    with closing(sqlite3.connect(tmp_path / "quota.db", isolation_level=None)) as connection:
+        connection.execute("UPDATE headgate_ledger_usage SET amount = 1 WHERE id = 'b1'")
+        assert [*map(str, ledger.verify())] == ["ledger: usage records 3 to 4 do not match their hash"]
+        connection.execute("UPDATE headgate_ledger_usage SET amount = 2 WHERE id = 'b1'")
+        connection.execute("DELETE FROM headgate_ledger_usage WHERE id = 'b2'")
+        assert [*map(str, ledger.verify())] == ["ledger: the last usage record is 5, and the last hash is that of 6"]
+    ledger.close()
+
+
+@pytest.mark.parametrize("has_usage", [True, False])
+def test_upgrade_hashes_the_usage_that_exists(config_url: str, has_usage: bool) -> None:
+    with closing(Ledger(config_url)) as ledger:
+        ledger.grant("acme", 100)
+        ledger.lease("acme", 10, id="one")
+        if has_usage:
+            ledger.record_usage([usage("one", "ä", 1), usage("one", "b", 2)])
+        with ledger.engine.begin() as connection:
+            connection.exec_driver_sql("DROP TABLE headgate_ledger_usage_hashes")
+            connection.exec_driver_sql(f"UPDATE {VERSION_TABLE} SET version_num = '0010'")
+    with closing(Ledger(config_url)) as ledger:
+        assert ledger.verify() == []
+        ledger.record_usage([usage("one", "c", 1)])
+        assert ledger.verify() == []
 
 
 # ------------------------------------------------------------------ journals

@@ -25,9 +25,11 @@ __all__ = [
     "LedgerProblem",
     "QuotaReservation",
     "UsageRecord",
+    "chain_usage",
     "decode_sources",
     "derived_id",
     "encode_sources",
+    "encode_usage",
     "hash_usage",
     "request_id",
     "slice_sources",
@@ -163,12 +165,19 @@ class LedgerProblem(NamedTuple):
         return f"{place}{f' of account {self.account!r}' if self.account else ''}: {self.text}"
 
 
-def hash_usage(rows: Iterable[tuple[object, ...]], state: HASH | None = None) -> HASH:
-    """The SHA-256 of usage records with their numbers, each as a line of JSON; continues from a state."""
-    state = state or sha256()
-    for row in rows:
-        state.update(_encode([*row]).encode() + b"\n")
-    return state
+def encode_usage(row: Iterable[object]) -> bytes:
+    """A usage record with its number, as a line of JSON."""
+    return _encode([*row]).encode() + b"\n"
+
+
+def hash_usage(rows: Iterable[tuple[object, ...]]) -> str:
+    """The SHA-256 of usage records, in hexadecimal digits."""
+    return sha256(b"".join(map(encode_usage, rows))).hexdigest()
+
+
+def chain_usage(previous_hash: str) -> HASH:
+    """The hash of a batch of usage records before its first one; it begins with the hash of the previous batch."""
+    return sha256(previous_hash.encode())
 
 
 def derived_id(kind: str, id: str) -> str:

@@ -10,8 +10,8 @@ from sqlalchemy import func, select
 
 from headgate.errors import HeadgateError
 from headgate.quotas.account import AccountState
-from headgate.quotas.entries import LedgerEntry, hash_usage
-from headgate.quotas.tables import ACCOUNTS, CHECKPOINTS, ENTRIES, USAGE
+from headgate.quotas.entries import FIRST_HASH, LedgerEntry, chain_usage, encode_usage, hash_usage
+from headgate.quotas.tables import ACCOUNTS, CHECKPOINTS, ENTRIES, USAGE, USAGE_HASHES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -128,14 +128,21 @@ class WriteBatch:
                 repeated.add(record.id)
         if new:
             self._used |= dict.fromkeys([record.account for record in new.values()])
-            insert_rows(self._connection, USAGE, [(number + at, *each) for at, each in enumerate(new.values(), 1)])
+            self._insert_usage([(number + at, *each) for at, each in enumerate(new.values(), 1)])
         return repeated
+
+    def _insert_usage(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        newest = select(USAGE_HASHES.c.hash).order_by(USAGE_HASHES.c.number.desc()).limit(1)
+        chain = chain_usage(self._connection.scalar(newest) or FIRST_HASH)
+        chain.update(b"".join(map(encode_usage, rows)))
+        insert_rows(self._connection, USAGE, rows)
+        insert_rows(self._connection, USAGE_HASHES, [(rows[-1][0], chain.hexdigest())])
 
     def usage_of(self, lease: str) -> tuple[int, int, str]:
         query = select(USAGE).where(USAGE.c.lease == lease).order_by(USAGE.c.number)
         rows = [tuple(row) for row in self._connection.execute(query)]
         amount = sum(row[4] for row in rows)
-        return len(rows), amount, hash_usage(rows).hexdigest() if rows else ""
+        return len(rows), amount, hash_usage(rows) if rows else ""
 
     def write(self) -> None:
         """Write the new entries, the heads and checkpoints of their accounts, and the thresholds that they reach."""

@@ -9,7 +9,7 @@ from typing import Final
 
 from sqlalchemy import BigInteger, Column, Index, MetaData, String, Table, Text, text
 
-__all__ = ["ACCOUNTS", "ALERTS", "CHECKPOINTS", "ENTRIES", "METADATA", "THRESHOLDS", "USAGE"]
+__all__ = ["ACCOUNTS", "ALERTS", "CHECKPOINTS", "ENTRIES", "METADATA", "THRESHOLDS", "USAGE", "USAGE_HASHES"]
 
 METADATA: Final = MetaData()
 
@@ -100,6 +100,14 @@ USAGE: Final = Table(
     Index("headgate_ledger_usage_at", "account", "at_us", "number"),
 )
 """One row per request that was charged to a lease."""
+
+USAGE_HASHES: Final = Table(
+    "headgate_ledger_usage_hashes",
+    METADATA,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    _text("hash", 64),
+)
+"""The hash of each batch of usage records, by the number of its last record. It contains that of the previous batch."""
 
 ALERTS: Final = Table(
     "headgate_ledger_alerts",

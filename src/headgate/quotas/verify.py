@@ -7,14 +7,15 @@ The rows of accounts and checkpoints must agree with them.
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import func, select
 
 from headgate.control.config.engine import read_transaction
 from headgate.quotas.account import AccountState
-from headgate.quotas.entries import LedgerEntry, LedgerProblem, hash_usage
-from headgate.quotas.tables import ACCOUNTS, CHECKPOINTS, ENTRIES, USAGE
+from headgate.quotas.entries import FIRST_HASH, LedgerEntry, LedgerProblem, chain_usage, encode_usage
+from headgate.quotas.tables import ACCOUNTS, CHECKPOINTS, ENTRIES, USAGE, USAGE_HASHES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,20 +47,22 @@ class _Verification:
         # One statement, so that heads and checkpoints belong to the same instant.
         last = select(func.max(ENTRIES.c.number)).scalar_subquery()
         last_usage = select(func.max(USAGE.c.number)).scalar_subquery()
+        last_hashed = select(func.max(USAGE_HASHES.c.number)).scalar_subquery()
         joined = ACCOUNTS.outerjoin(CHECKPOINTS, CHECKPOINTS.c.account == ACCOUNTS.c.account)
-        query = select(*ACCOUNTS.columns, CHECKPOINTS.c.position, CHECKPOINTS.c.state, last, last_usage).select_from(
-            joined
-        )
+        query = select(
+            *(*ACCOUNTS.columns, CHECKPOINTS.c.position, CHECKPOINTS.c.state),
+            *(newest := (last, last_usage, last_hashed)),
+        ).select_from(joined)
         with read_transaction(self._engine) as connection:
             rows = connection.execute(query).all()
-            total, usage = rows[0][-2:] if rows else connection.execute(select(last, last_usage)).one()
+            total, usage, hashed = rows[0][-3:] if rows else connection.execute(select(*newest)).one()
             orphans = connection.scalars(
                 select(CHECKPOINTS.c.account).where(CHECKPOINTS.c.account.not_in(select(ACCOUNTS.c.account)))
             ).all()
         self._checkpoints = {row[0]: (row[7], row[8]) for row in rows if row[7] is not None}
         heads = {row[0]: tuple(row[1:7]) for row in rows}
         yield from self._entries(total or 0)
-        yield from self._usage(usage or 0)
+        yield from self._usage(usage or 0, hashed or 0)
         for account, state in self._states.items():
             if account in self._damaged:
                 continue
@@ -95,13 +98,18 @@ class _Verification:
             if len(rows) < PAGE:
                 return
 
-    def _usage(self, total: int) -> Iterator[LedgerProblem]:
+    def _usage(self, total: int, hashed: int) -> Iterator[LedgerProblem]:
+        if total != hashed:
+            yield LedgerProblem("", 0, f"the last usage record is {total}, and the last hash is that of {hashed}")
         found: dict[str, tuple[int, HASH]] = {}
-        expected = 1
+        expected = first = 1
+        chain = chain_usage(FIRST_HASH)
         while expected <= total:
             query = select(USAGE).where(USAGE.c.number <= total, USAGE.c.number >= expected)
             with read_transaction(self._engine) as connection:
-                rows = [tuple(row) for row in connection.execute(query.order_by(USAGE.c.number).limit(PAGE))]
+                rows = connection.execute(query.order_by(USAGE.c.number).limit(PAGE)).all()
+                is_in_page = USAGE_HASHES.c.number.between(rows[0][0], rows[-1][0])
+                hashes = {row.number: row.hash for row in connection.execute(select(USAGE_HASHES).where(is_in_page))}
             for row in rows:
                 if row[0] != expected:
                     yield LedgerProblem("", 0, f"no usage record has the number {expected}")
@@ -111,11 +119,18 @@ class _Verification:
                     yield LedgerProblem(
                         account, 0, f"usage record {row[0]} is of a lease that the account does not have"
                     )
-                count, state = found.get(lease, (0, None))
-                found[lease] = count + 1, hash_usage([row], state)
+                line = encode_usage(row)
+                count, state = found.get(lease) or (0, sha256())
+                state.update(line)
+                found[lease] = count + 1, state
+                chain.update(line)
+                if (stored := hashes.get(row[0])) is not None:
+                    if stored != chain.hexdigest():
+                        yield LedgerProblem("", 0, f"usage records {first} to {row[0]} do not match their hash")
+                    first, chain = row[0] + 1, chain_usage(stored)
         for lease, entry in self._closed.items():
-            count, state = found.get(lease, (0, None))
-            if (entry.usage_count, entry.usage_hash) != (count, "" if state is None else state.hexdigest()):
+            count, state = found.get(lease) or (0, sha256())
+            if (entry.usage_count, entry.usage_hash) != (count, state.hexdigest() if count else ""):
                 yield LedgerProblem(entry.account, entry.number, "the usage records of the lease do not match")
 
     def _entry(self, entry: LedgerEntry) -> Iterator[LedgerProblem]:
