@@ -18,7 +18,8 @@ from multidict import CIMultiDict
 from requests.structures import CaseInsensitiveDict
 
 from headgate.clients import Quota, parse_headers
-from headgate.clients.quotas import LARGEST, MAX_QUOTAS, MAX_RESET_S, RETRY_AFTER
+from headgate.clients.field_values import LARGEST, MAX_RESET_S
+from headgate.clients.quotas import MAX_QUOTAS, RETRY_AFTER
 from headgate.clients.structured_fields import parse_dictionary, parse_list
 
 if TYPE_CHECKING:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from itertools import islice, zip_longest
 from math import ceil
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from headgate.clients.field_values import (
+    LARGEST,
+    MAX_RESET_S,
+    parse_count,
+    parse_duration,
+    parse_http_date,
+    parse_number,
+    parse_reset,
+)
 from headgate.clients.structured_fields import parse_dictionary, parse_list
 
 if TYPE_CHECKING:
@@ -17,7 +25,7 @@ if TYPE_CHECKING:
 
     from headgate.clients.structured_fields import BareItem, Item
 
-__all__ = ["CONCURRENT", "MAX_RESET_S", "RETRY_AFTER", "HeaderSource", "Quota", "parse_headers", "server_time"]
+__all__ = ["CONCURRENT", "RETRY_AFTER", "HeaderSource", "Quota", "parse_headers", "server_time"]
 
 HeaderSource: TypeAlias = "Mapping[Any, Any] | Iterable[tuple[Any, Any]]"
 
@@ -25,18 +33,11 @@ CONCURRENT: Final = "concurrent-requests"
 RETRY_AFTER: Final = "retry-after"
 """The name of the quota that stands for a Retry-After field: nothing is available until then."""
 
-LARGEST: Final = 999_999_999_999_999
-"""The largest integer in a structured field (RFC 9651); larger numbers are lowered to it."""
-MAX_RESET_S: Final = 31 * 86_400.0
-"""The longest time until a reset that is believed: quotas per month are the longest in use."""
 MAX_LINES: Final = 1000  # header lines of a response,
 MAX_FIELDS: Final = 100  # fields about limits, and
 MAX_FIELD_LENGTH: Final = 4096  # characters of each that are read, so that the work is bounded whatever a server sends
 MAX_QUOTAS: Final = 32
-MAX_TEXT_LENGTH: Final = 64  # characters of a number, a date or a duration
-
-EPOCH_S: Final = 1_000_000_000
-"""Numbers from here on are instants since 1970 (in 2001 or later), smaller ones are seconds from now."""
+MAX_NAME_LENGTH: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def parse_headers(headers: HeaderSource, now: datetime) -> list[Quota]:
 
 def server_time(headers: HeaderSource) -> datetime | None:
     """The time at which the server sent the response, by its own clock."""
-    return _http_date(_relevant_fields(headers).get("date", ""))
+    return parse_http_date(_relevant_fields(headers).get("date", ""))
 
 
 # ---------------------------------------------------------------- fields
@@ -109,7 +110,7 @@ def _relevant_fields(headers: HeaderSource) -> dict[str, str]:
     lines = headers if items is None else items()
     for name, value in islice(lines, MAX_LINES):
         key, text = _text(name).lower(), _text(value)
-        if len(key) <= MAX_TEXT_LENGTH and len(text) <= MAX_FIELD_LENGTH and _RELEVANT.fullmatch(key):
+        if len(key) <= MAX_NAME_LENGTH and len(text) <= MAX_FIELD_LENGTH and _RELEVANT.fullmatch(key):
             joined = f"{fields[key]}, {text}" if key in fields else text
             if len(joined) <= MAX_FIELD_LENGTH and (key in fields or len(fields) < MAX_FIELDS):
                 fields[key] = joined
@@ -124,7 +125,7 @@ def _text(value: object) -> str:
 
 def _is_cached(fields: Mapping[str, str]) -> bool:
     """True if a cache has answered, so that the numbers are those of an earlier request."""
-    age = _number(fields.get("age", ""))
+    age = parse_number(fields.get("age", ""))
     return (
         (age is not None and age > 0)
         or re.search(r";\s*hit\b(?!=\?0)", fields.get("cache-status", "")) is not None
@@ -296,14 +297,14 @@ def _family_quotas(of: str, family: Mapping[str, str], now_s: float) -> list[Quo
     unit = "tokens" if "tokens" in of else CONCURRENT if of == "concurrent" else "requests"
     quotas = []
     for limit_text, remaining_text, used_text, reset_text in rows:
-        limit, remaining, used = _count(limit_text), _count(remaining_text), _count(used_text)
+        limit, remaining, used = parse_count(limit_text), parse_count(remaining_text), parse_count(used_text)
         if remaining is None and limit is not None and used is not None:
             remaining = max(0, limit - used)
         reset_after = _milliseconds(family, "reset")
         if reset_after is None:
-            reset_after = _number(family.get("reset-after", ""))
+            reset_after = parse_number(family.get("reset-after", ""))
         if reset_after is None:
-            reset_after = _reset_after(reset_text, now_s)
+            reset_after = parse_reset(reset_text, now_s)
         window = _window_of(limit, policies) or _window_in(of) or _window(limit_text, family)
         quotas.append(
             Quota(
@@ -328,12 +329,12 @@ def _window(limit_text: str, family: Mapping[str, str]) -> int | None:
     """The window in a field of its own, or behind the limit: "100:120"."""
     seconds = _milliseconds(family, "window")
     if seconds is None:
-        seconds = _duration(family.get("window", "") or limit_text.partition(":")[2])
+        seconds = parse_duration(family.get("window", "") or limit_text.partition(":")[2])
     return None if seconds is None else min(ceil(seconds), LARGEST) or None
 
 
 def _milliseconds(family: Mapping[str, str], kind: str) -> float | None:
-    number = _number(family.get(f"{kind}-milliseconds", ""))
+    number = parse_number(family.get(f"{kind}-milliseconds", ""))
     return None if number is None else number / 1000
 
 
@@ -345,90 +346,14 @@ def _retry_after(fields: Mapping[str, str], now_s: float) -> float | None:
     exact, rounded = [], []
     for field, text in fields.items():
         if match := _RETRY_AFTER.fullmatch(field):
-            numbers = [_number(part) for part in text.split(",")]  # a proxy may repeat the field
+            numbers = [parse_number(part) for part in text.split(",")]  # a proxy may repeat the field
             known = [number for number in numbers if number is not None]
             number = max(known) if len(known) == len(numbers) else None
             if match["milliseconds"]:
                 exact += [number / 1000] if number is not None else []
             elif number is not None and not 0 <= number - now_s <= MAX_RESET_S:  # else it is a time since 1970
                 rounded.append(number)
-            elif (delay := _reset_after(text, now_s)) is not None:
+            elif (delay := parse_reset(text, now_s)) is not None:
                 rounded.append(delay)
     delay = max(exact or rounded, default=None)
     return None if delay is None else min(delay, MAX_RESET_S)
-
-
-# ---------------------------------------------------------------- numbers and times
-
-_PART: Final = r"(\d+(?:\.\d+)?)"
-_DURATION: Final = re.compile(
-    rf"p?(?:{_PART}d)?t?(?:{_PART}h)?(?:{_PART}m(?!s))?(?:{_PART}s)?(?:{_PART}ms)?(?:{_PART}us)?", re.ASCII
-)
-"""A duration as Go prints it, 6m0s, 1h2m3.5s or 12ms, or in ISO 8601: PT1M30S."""
-_SECONDS_PER_UNIT: Final = (86_400, 3600, 60, 1, 0.001, 0.000_001)
-_NUMBER: Final = re.compile(r"[0-9]+(?:\.[0-9]+)?")
-
-
-def _number(text: str) -> float | None:
-    """A number >= 0; None for anything else, such as `-1`, `NaN` and `1e99`."""
-    text = text.strip()
-    return float(text) if len(text) <= MAX_TEXT_LENGTH and _NUMBER.fullmatch(text) else None
-
-
-def _count(text: str) -> int | None:
-    """A whole number, also in front of parameters, as in `100;w=60` and `20:1`; None for a part of one."""
-    number = _number(re.split("[;:]", text, maxsplit=1)[0])
-    return None if number is None or 0 < number < 1 else min(int(number), LARGEST)
-
-
-def _reset_after(text: str, now_s: float) -> float | None:
-    """Seconds until a reset, given as seconds, a duration, or an instant: since the epoch, ISO 8601, an HTTP date."""
-    if (number := _number(text.partition(";")[0])) is not None:
-        if number < EPOCH_S:
-            return min(number, MAX_RESET_S)
-        while number >= EPOCH_S * 1000:  # milli-, micro- or nanoseconds
-            number /= 1000
-        return min(max(0.0, number - now_s), MAX_RESET_S)
-    if (seconds := _duration(text)) is not None:
-        return min(seconds, MAX_RESET_S)
-    return _until(_instant(text), now_s)
-
-
-def _duration(text: str) -> float | None:
-    """Seconds, given as a number or as a duration: 6m0s, 1s 500ms, PT1M30S."""
-    if (number := _number(text)) is not None or not text or len(text) > MAX_TEXT_LENGTH:
-        return number
-    match = _DURATION.fullmatch("".join(text.lower().split()))
-    if match is None or not any(match.groups()):
-        return None
-    parts = zip(match.groups(), _SECONDS_PER_UNIT, strict=True)
-    return round(sum(float(value) * seconds for value, seconds in parts if value), 6)
-
-
-def _instant(text: str) -> datetime | None:
-    text = text.strip()
-    if len(text) > MAX_TEXT_LENGTH or not text.isascii():
-        return None
-    try:
-        return datetime.fromisoformat(re.sub(r" (?=UTC$|[+-]\d\d:?\d\d$)|UTC$", "", text))
-    except ValueError:
-        return _http_date(text)
-
-
-def _until(instant: datetime | None, now_s: float) -> float | None:
-    if instant is None:
-        return None
-    try:
-        at_s = (instant if instant.tzinfo else instant.replace(tzinfo=UTC)).timestamp()
-    except (OverflowError, ValueError):  # before the year 1 in UTC, or after 9999
-        return None
-    return min(max(0.0, at_s - now_s), MAX_RESET_S)
-
-
-def _http_date(text: str) -> datetime | None:
-    if not 6 <= len(text) <= MAX_TEXT_LENGTH:
-        return None
-    try:
-        return parsedate_to_datetime(text)
-    except (ValueError, OverflowError, TypeError, IndexError):
-        return None
