@@ -159,8 +159,10 @@ class DecisionSource(Protocol):
 class EventStream:
     """Buffers the events of one gate and delivers them to its observers."""
 
-    def __init__(self) -> None:
+    def __init__(self, build: Callable[[Any], DecisionEvent] | None = None) -> None:
+        """`build` makes an event of what was published, when it is delivered: outside of the requests."""
         self.observers: tuple[Observer, ...] = ()
+        self._build = build
         self.request_observer: RequestObserver | None = None
         self._sample_share = 0.0
         self.reset_after_fork()
@@ -169,7 +171,7 @@ class EventStream:
 
     def reset_after_fork(self) -> None:
         """Start with an empty buffer: the events of the parent are delivered by the parent."""
-        self._events: deque[DecisionEvent] = deque()
+        self._events: deque[Any] = deque()
         self._requests: deque[ObservedRequest] = deque()
         self._delivery = threading.RLock()
         self._is_delivering = False
@@ -204,8 +206,8 @@ class EventStream:
         more = decision, shadows, sample, admission.quotas, admission.restrictions
         self.publish(_new_tuple(DecisionEvent, (received_us, duration_us, method, outcome, resolution, *more)))
 
-    def publish(self, event: DecisionEvent) -> None:
-        """Append an event; dropped and counted if the buffer is full."""
+    def publish(self, event: Any) -> None:
+        """Append an event, or what one is made of; dropped and counted if the buffer is full."""
         events = self._events
         if len(events) >= MAX_EVENTS:
             self._drop()
@@ -239,7 +241,7 @@ class EventStream:
                 while remaining > 0:
                     batch = [*map(deque.popleft, repeat(self._events, min(remaining, BATCH_SIZE)))]
                     remaining -= len(batch)
-                    _deliver(self.observers, batch)
+                    _deliver(self.observers, self._built(batch))
                 if self._requests:
                     self._flush_requests()
             finally:
@@ -255,6 +257,9 @@ class EventStream:
         if self._events or self._requests:  # emitted before the end of the thread was visible
             self._start()
         return False
+
+    def _built(self, batch: list[Any]) -> list[DecisionEvent]:
+        return batch if self._build is None else [*map(self._build, batch)]
 
     def _flush_requests(self) -> None:
         requests = [*map(deque.popleft, repeat(self._requests, len(self._requests)))]
@@ -287,7 +292,8 @@ class EventStream:
         """Deliver the last events of a gate that is gone: in a thread, as the garbage collector runs at any point."""
         if self._events and self.observers:
             with suppress(RuntimeError):  # the interpreter is shutting down
-                threading.Thread(target=_deliver, args=(self.observers, [*self._events]), daemon=True).start()
+                events = self._built([*self._events])
+                threading.Thread(target=_deliver, args=(self.observers, events), daemon=True).start()
 
 
 def _deliver(observers: Iterable[Observer], batch: Sequence[DecisionEvent]) -> None:

@@ -63,6 +63,16 @@ class HeldQuota(NamedTuple):
     bound: int
 
 
+class _DecidedRequest(NamedTuple):
+    """A request with the decision on it, of which an event is made when it is delivered."""
+
+    domain: str
+    lines: Sequence[DescriptorLine]
+    is_denied: bool
+    received_us: int
+    decided_us: int
+
+
 class _DescribedMatch(NamedTuple):
     """A match in the terms of policies."""
 
@@ -89,7 +99,7 @@ class DescriptorDecisions:
         mode = self._engine.failure.mode
         self._on_failure: RouteMode = cast("RouteMode", mode) if mode in STRICTNESS else "closed"
         self._clock = self._engine.clock or SystemClock()
-        self._events = EventStream()
+        self._events = EventStream(self._build)
         self._routes: dict[str, RoutePlan] = {}
         self._rules: dict[tuple[str, str, str, int], CompiledRule] = {}
         self._matches: dict[int, _DescribedMatch] = {}
@@ -103,9 +113,15 @@ class DescriptorDecisions:
     # ------------------------------------------------------------------------------------ events
 
     def emit(self, domain: str, lines: Sequence[DescriptorLine], *, is_denied: bool, received_us: int) -> None:
-        """Emit the event of a request, whose descriptors have their status."""
-        if not self._events.observers:
-            return
+        """Emit the event of a request, whose descriptors have their status. They must not change any more."""
+        if self._events.observers:
+            self._events.publish(_DecidedRequest(domain, lines, is_denied, received_us, self._clock.now_us()))
+
+    def _build(self, published: _DecidedRequest | DecisionEvent) -> DecisionEvent:
+        """The event of a request. This runs in batches in another thread, as it takes as long as the decision."""
+        if isinstance(published, DecisionEvent):
+            return published
+        domain, lines, is_denied, received_us, now_us = published
         route = self._route(domain)
         # Those that deny come first; sorting keeps the order of the others.
         ordered = sorted(lines, key=_follows_denials) if is_denied else lines
@@ -135,7 +151,6 @@ class DescriptorDecisions:
             rules.append(described.rule)
             costs.append(line.hits)
             verdicts.append(verdict if line.denies else (verdict[0], 0, *verdict[2:]))
-        now_us = self._clock.now_us()
         cost = tuple(costs)
         decision = None
         outcome: Outcome = "denied" if is_denied else "allowed"
@@ -147,8 +162,7 @@ class DescriptorDecisions:
             decision = Decision(not is_denied, tuple(keys), tuple(verdicts), None, degraded, received_us, 0, cost)
         resolution = Resolution(route, tuple(keys), cost, rules, who, None, now_us, block)
         duration_us = now_us - received_us
-        event = DecisionEvent(received_us, duration_us, ENVOY, outcome, resolution, decision, shadows, None)
-        self._events.publish(event)
+        return DecisionEvent(received_us, duration_us, ENVOY, outcome, resolution, decision, shadows, None)
 
     def emit_denials(self, domain: str, entries: Entries, match: Match, *, count: int, decision: Decision) -> None:
         """Emit one event for the requests that a proxy has denied since its last report.

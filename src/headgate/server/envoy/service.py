@@ -306,7 +306,7 @@ class _ServiceBase:
         replaced: set[str] = set()
         domain = request.domain
         rules = configuration.domains.get(domain)
-        default_hits = max(1, request.hits_addend)
+        default_hits = request.hits_addend or 1
         for descriptor in request.descriptors:
             found = self._descriptor(rules, domain, descriptor)
             match = found.match
@@ -316,7 +316,8 @@ class _ServiceBase:
                 continue
             rule = match.rule
             line.hits *= rule.cost
-            replaced.update(rule.replaces)
+            if rule.replaces:
+                replaced.update(rule.replaces)
             if rule.unlimited:
                 line.is_unlimited = True
             else:
@@ -348,6 +349,15 @@ class _ServiceBase:
         if domain is None:
             return
         charges_refused = domain.charge_refused
+        if len(lines) == 1 and not charges_refused:  # most requests, in the shortest way
+            line = lines[0]
+            if line.match is None:
+                return
+            if line.limit is not None and not line.is_refund and not line.match.is_optional:
+                groups = self._groups(lines, settings)
+                decision = (yield [_Check(groups, (line.hits,))])[0]
+                groups[0].record(decision, 0, charged=line.hits if decision.allowed else 0)
+                return
         refunded: list[DescriptorLine] = []
         refunded_later: list[DescriptorLine] = []
         """Those of a counter that the request charges before."""
@@ -420,8 +430,10 @@ class _ServiceBase:
         """Run an operation on a store in this process, which answers at once and has no cache of denials."""
         memory = self._engine.memory
         if isinstance(operation, _Check):
-            costs = operation.costs
-            return memory.check(*operation.keys, cost=costs[0] if len(costs) == 1 else costs)
+            groups, costs = operation
+            if len(groups) == 1:
+                return memory.check(groups[0].key, cost=costs[0])
+            return memory.check(*operation.keys, cost=costs)
         return memory.run(checked_refund(operation.key, operation.amount, None, operation.decision))
 
     def _begin_check(self) -> tuple[int, int]:
