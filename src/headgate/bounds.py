@@ -33,9 +33,9 @@ __all__ = [
     "most_in_one_period", "policy_bounds", "prepaid", "quota_grants", "regions", "sharded",
 ]  # fmt: skip
 
-EXCHANGE_LAG_US: Final = 3_000_000
-"""The time after which all connected regions know of an admission: it is shared within a second, read within another,
-and that takes at most a third."""
+EXCHANGE_LAG_US: Final = 4_000_000
+"""The time after which all connected regions know of an admission: it reaches the own store, the home region and the
+other region within a second each, and that takes at most a fourth."""
 
 _ROUNDING_PARTS: Final = 2
 """Parts of a token that the clock of shares loses while a tenant waits: at the end of an epoch, and when it is read."""

@@ -19,13 +19,14 @@ from headgate.testing import FakeClock
 from support.servers import RedisServer, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from headgate.stores.redis.region_client import ChangePage
 
 SECOND = 1_000_000
 START_US = 1_763_251_200 * SECOND
 REGIONS = ("ap", "eu", "us")
+HOME = "eu"
 
 
 class Fleet:
@@ -41,7 +42,7 @@ class Fleet:
         return self.stack.enter_context(Limiter(url, clock=self.clock, namespace=self.namespace, budget=20))
 
     def exchange(self, own: str) -> RegionExchange:
-        exchange = RegionExchange(own, {name: self.client(name) for name in REGIONS})
+        exchange = RegionExchange(own, {name: self.client(name) for name in REGIONS}, home=HOME)
         self.stack.callback(exchange.close)
         return exchange
 
@@ -77,11 +78,15 @@ class Fleet:
         return admitted
 
     def partition(self, region: str) -> None:
-        """No region reads the others' usage from, or in, this region."""
-        for own, exchange in self.exchanges.items():
-            for name in REGIONS:
-                if name != own and region in (name, own):
-                    exchange.clients[name] = RegionClient(self.unreachable.background_client())
+        """This region and the others do not reach each other."""
+        for other in REGIONS:
+            self.cut(region, other)
+            self.cut(other, region)
+
+    def cut(self, own: str, other: str) -> None:
+        """One region does not reach another."""
+        if own != other:
+            self.exchanges[own].clients[other] = RegionClient(self.unreachable.background_client())
 
     def heal(self) -> None:
         for own, exchange in self.exchanges.items():
@@ -183,26 +188,85 @@ def test_a_partition_admits_at_most_the_limit_in_each_part(fleet: Fleet) -> None
     assert all(fleet.check(region, limit).allowed for region in REGIONS)
 
 
-def test_a_region_that_does_not_answer_does_not_delay_the_others(fleet: Fleet) -> None:
-    limit, answers = minutely(), threading.Event()
-    eu = fleet.exchanges["eu"]
-    read = eu.clients["us"].read_changes
-
-    def read_late(epoch: str, number: int) -> ChangePage:
-        answers.wait(20)
-        return read(epoch, number)
-
-    eu.clients["us"].read_changes = read_late  # type: ignore[method-assign]
-    for region in ("ap", "us"):
+def test_usage_passes_through_the_home_region(fleet: Fleet) -> None:
+    """One call to another region in each exchange, whatever the number of regions."""
+    fleet.cut("ap", "us")
+    fleet.cut("us", "ap")
+    limit = minutely()
+    for region in REGIONS:
         fleet.check(region, limit)
     fleet.exchange_all()
-    assert fleet.used("eu", limit) == 1
+    assert [fleet.used(region, limit) for region in REGIONS] == [3, 3, 3]
+
+
+def test_regions_exchange_usage_without_the_home_region(fleet: Fleet) -> None:
+    limit = minutely()
+    fleet.run(limit, 2, dict.fromkeys(REGIONS, 10))
+    fleet.exchange_all()
+    fleet.partition(HOME)
+    fleet.run(limit, 3, dict.fromkeys(REGIONS, 10))
+    fleet.exchange_all()
+    assert [fleet.used(region, limit) for region in REGIONS] == [120, 90, 120]
+    fleet.heal()
+    fleet.exchange_all()
+    assert [fleet.used(region, limit) for region in REGIONS] == [150, 150, 150]
+
+
+def test_a_region_that_only_reaches_some_exchanges_usage_with_them(fleet: Fleet) -> None:
+    limit = minutely()
+    fleet.cut("us", HOME)
+    for region in REGIONS:
+        fleet.check(region, limit)
+    fleet.exchange_all()
+    fleet.exchange_all()
+    assert [fleet.used(region, limit) for region in ("ap", "us")] == [3, 2]
+
+
+def test_a_home_region_that_lost_its_data_gets_all_usage_again(fleet: Fleet) -> None:
+    limit = minutely()
+    fleet.partition("us")
     fleet.check("ap", limit)
     fleet.exchange_all()
-    assert fleet.used("eu", limit) == 2
+    with fleet.servers[HOME].client() as client:
+        client.flushall()
+    fleet.cut("ap", "us")
+    fleet.heal()
+    fleet.cut("us", "ap")
+    fleet.exchange_all()
+    fleet.exchange_all()
+    assert fleet.used("us", limit) == 1
+
+
+def test_a_region_that_does_not_answer_does_not_delay_the_others(fleet: Fleet) -> None:
+    limit, answers = minutely(), threading.Event()
+    fleet.partition(HOME)
+    fleet.exchange_all()  # from now on, ap and us call each other
+    ap = fleet.exchanges["ap"]
+    ap.clients[HOME] = fleet.client(HOME)
+    exchange = ap.clients[HOME].exchange
+
+    def exchange_late(epoch: str, number: int, prefix: str, reports: Mapping[str, str]) -> ChangePage:
+        answers.wait(20)
+        return exchange(epoch, number, prefix, reports)
+
+    ap.clients[HOME].exchange = exchange_late  # type: ignore[method-assign]
+    for used in (1, 2):
+        fleet.check("us", limit)
+        fleet.exchange_all()
+        assert fleet.used("ap", limit) == used
+    fleet.check("ap", limit)
     answers.set()
     fleet.exchange_all()
-    assert fleet.used("eu", limit) == 3
+    assert fleet.used(HOME, limit) == 1
+
+
+def test_a_region_shares_its_last_usage_when_it_ends(fleet: Fleet) -> None:
+    limit = minutely()
+    fleet.exchange_all()
+    fleet.check("ap", limit)
+    fleet.exchanges["ap"].close()
+    fleet.exchanges["us"].run_once()
+    assert fleet.used("us", limit) == 1
 
 
 def test_usage_of_a_window_that_is_over_is_not_charged(fleet: Fleet) -> None:
@@ -311,16 +375,17 @@ def test_blocks_reach_all_regions(fleet: Fleet) -> None:
 
 def test_old_messages_and_usage_are_dropped(fleet: Fleet) -> None:
     limit = minutely()
-    fleet.exchanges["eu"].post_block("address", "203.0.113.9", until_us=None, reason=None)
-    fleet.check("eu", limit)
+    for region in ("eu", "ap"):
+        fleet.exchanges[region].post_block("address", "203.0.113.9", until_us=None, reason=None)
+        fleet.check(region, limit)
     fleet.exchange_all()
     fleet.clock.advance(2 * 3600)
-    eu = fleet.exchanges["eu"]
     for _ in range(CLEANUP_INTERVAL):
-        eu.run_once()
-    assert [
-        field for field in eu.clients["eu"].shared_usage() if not field.startswith(("%epoch", "%number", "%flush"))
-    ] == []
+        fleet.exchanges["eu"].run_once()
+        fleet.exchanges["ap"].run_once()
+    for region in ("eu", "ap"):
+        usage = fleet.exchanges[region].clients[region].shared_usage()
+        assert [field for field in usage if "minutely" in field or "%message" in field] == []
 
 
 def test_malformed_usage_of_another_region_is_ignored(fleet: Fleet) -> None:

@@ -107,7 +107,7 @@ def test_shares_add_up_to_the_limit(quota: int, burst: int) -> None:
         (Limit(100, MINUTE, region="central"), (0, 1, 1.0, 0)),
         (Limit(1000, MINUTE, algorithm="fixed_window", region="reserved"), (0, 0, 0.982, 0)),
         (Limit(100, MINUTE, algorithm="fixed_window", region="reconciled"), (200, 0, 1.0, 200)),
-        (Limit(600, MINUTE, burst=20, region="reconciled"), (1240, 0, 1.0, 100)),
+        (Limit(600, MINUTE, burst=20, region="reconciled"), (1240, 0, 1.0, 120)),
     ],
 )
 def test_cost_of_each_mode_over_three_regions(limit: Limit, cost: tuple[int, int, float, int]) -> None:

@@ -129,8 +129,10 @@ def test_shared_usage_is_that_of_redis(server: RedisServer, unique: str) -> None
             name = f'["api","token_bucket",10,1000,10,"c{random.randrange(4)}",{random.randrange(3)}]'
             flush, amounts = step // 2, (random.randrange(5), random.randrange(3))
             numbers = " ".join(str(random.randrange(20)) for _ in range(4))
-            process, kind = f"p{random.randrange(2)}", random.randrange(7)
-            for client in (real, twin):
+            process, kind = f"p{random.randrange(2)}", random.randrange(8)
+            reports = {f"ap\ne\n{name}": f"{flush} {amounts[0]}", "ap\n\n%time": f"{step // 4}"}
+            read: list[Any] = []
+            for client, reader in zip((real, twin), readers, strict=True):
                 match kind:
                     case 0 | 1:
                         client.add_usage({name: amounts}, process=process, flush=flush)
@@ -142,10 +144,14 @@ def test_shared_usage_is_that_of_redis(server: RedisServer, unique: str) -> None
                         client.note_position("us", f"epoch {step}")
                     case 5:
                         client.publish_status(process, f"{step}")
+                    case 6:
+                        page = client.exchange(reader.get("epoch", ""), reader.get("number", 0), "ap\n", reports)
+                        read.append((page.number, page.fields, page.has_more))
                     case _:
                         client.drop_usage([name])
                         client.drop_imported("us", [name])
                         client.drop_statuses([process])
+            assert read[:1] == read[1:], f"step {step}"
             if step % 5 == 0:
                 assert state(real, readers[0]) == state(twin, readers[1]), f"step {step}"
         real.close()

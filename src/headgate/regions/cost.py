@@ -34,7 +34,7 @@ def region_cost(limit: Limit, count: int, safe_share: float = DEFAULT_SAFE_SHARE
     >>> region_cost(Limit(100, timedelta(minutes=1), algorithm="fixed_window"), 3)
     RegionCost(bound=200, round_trips=0, usable=1.0, connected=200)
     >>> region_cost(Limit(600, timedelta(minutes=1), burst=50, region="reconciled"), 3)
-    RegionCost(bound=1300, round_trips=0, usable=1.0, connected=160)
+    RegionCost(bound=1300, round_trips=0, usable=1.0, connected=180)
     >>> region_cost(Limit(100, timedelta(minutes=1), region="central"), 3)
     RegionCost(bound=0, round_trips=1, usable=1.0, connected=0)
     """

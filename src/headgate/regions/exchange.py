@@ -1,8 +1,10 @@
 """The exchange between regions: shares what this region has admitted, and imports what the others have.
 
 Every process flushes its own admissions into the store of its region. One process of the region at a time, the agent,
-reads the changes from the stores of the other regions, one call each, and applies them to its own region's counters.
-A lease in the region's store chooses the agent. If two processes are agents for a moment, each step still applies once.
+exchanges usage with the others by one call: it leaves the reports of its region in the store of the home region, and
+reads those that the others have left there. While the home region does not answer, it does the same with the store of
+each other region. A lease in the region's store chooses the agent. If two processes are agents for a moment, or a
+report arrives on several ways, each step still applies once.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from headgate.regions.reconciled import (
     parse_field,
     parse_totals,
 )
+from headgate.regions.relay import MAX_REPORTS, Outbox, parse_relayed, relayed_field, relayed_prefix
 from headgate.regions.report import MAX_STATUS_AGE_US, WorkerStatus
 from headgate.runtime import SYSTEM, Runtime
 from headgate.stores.operations import Check, Leave, Refund, Reset
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from headgate.keys import Key
     from headgate.stores.redis.region_client import ChangePage, RegionClient
@@ -51,7 +54,8 @@ _AGENT: Final = Limit(1, timedelta(seconds=10), algorithm="concurrency", name="%
 
 
 class RegionExchange:
-    """The exchange of one process. `clients` has the client of each region by its name, including the own one.
+    """The exchange of one process. `clients` has the client of each region by its name, including the own one; `home`
+    is the region whose store the reports pass through.
 
     Not thread-safe, except for `counter` and the methods that post messages.
     """
@@ -61,23 +65,32 @@ class RegionExchange:
         own: str,
         clients: Mapping[str, RegionClient],
         *,
+        home: str,
         counter: AdmissionCounter | None = None,
         runtime: Runtime = SYSTEM,
     ) -> None:
-        self.own, self.clients = own, dict(clients)
+        self.own, self.home, self.clients = own, home, dict(clients)
         self.counter = counter or AdmissionCounter()
         self.last_read: dict[str, float] = {}
-        """When each other region was last read, on the monotonic clock."""
+        """When each other region was last heard of, on the monotonic clock."""
+        self.is_agent = False
         self._monotonic = runtime.monotonic
         self._process = uuid4().hex
         self._outbox: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_MESSAGES)
         self._imports: dict[str, _Imports] = {}
         """Imports by region; empty while another process is the agent."""
-        self._readings: dict[str, Future[list[ChangePage]]] = {}
-        """Readings of other regions that were begun."""
+        self._epoch, self._number = "", 0
+        """The last change in the own store that was read."""
+        self._outboxes: dict[str, Outbox] = {}
+        """Reports for the stores of other regions: the home region, and the others while that does not answer."""
+        self._calls: dict[str, Future[list[ChangePage]]] = {}
+        """Calls to other regions that were begun."""
         self._unreachable: set[str] = set()
-        """Regions whose last reading failed."""
+        """Regions that did not answer the last call."""
+        self._is_recorded = True
+        """False if reports were exchanged since the positions were recorded."""
         self._executor = runtime.new_executor("headgate-region", max(1, len(self.others)))
+        self._is_closed = False
         self._exchanges = 0
         self._now_us = 0  # by the clock of the own store, at the last exchange
 
@@ -85,30 +98,14 @@ class RegionExchange:
     def others(self) -> list[str]:
         return [name for name in self.clients if name != self.own]
 
-    @property
-    def is_agent(self) -> bool:
-        return bool(self._imports)
-
     def run_once(self) -> None:
-        """Flush, and, as the agent of the region, import. Errors of other regions are logged; those of the own store
-        are raised."""
+        """Flush, and, as the agent of the region, exchange usage. Errors of other regions are logged; those of the own
+        store are raised."""
         self.flush()
         if not self._acquire():
-            self._imports.clear()
-            self._readings.clear()
+            self._resign()
             return
-        for region in self.others:
-            if region not in self._imports:
-                self._imports[region] = _Imports.load(self.clients[self.own], region)
-            if region not in self._readings:
-                self._readings[region] = self._executor.submit(self._read, region)
-        # All are read at the same time, and one that does not answer does not delay the others: a later exchange
-        # imports what it has read.
-        wait(self._readings.values(), timeout=READ_WAIT_S)
-        for region in self.others:
-            if self._readings[region].done():
-                self._import(region, self._readings.pop(region))
-            self._imports[region].apply(self.clients[self.own])
+        self._exchange()
         self._exchanges += 1
         if self._exchanges % CLEANUP_INTERVAL == 0:
             self._clean_up()
@@ -144,14 +141,18 @@ class RegionExchange:
         self._post(what="unblock", kind=kind, value=value)
 
     def close(self) -> None:
-        """Flush, and let another process of the region become the agent at once."""
+        """Share the last usage, and let another process of the region become the agent at once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         try:
             self.flush()
-            if self.is_agent:
+            if self._acquire():
+                self._exchange()
                 self.clients[self.own].run_all([Leave(_AGENT, self._process)])
-        except StoreError as error:
+        except (StoreError, RuntimeError) as error:  # the latter while the interpreter ends
             logger.warning("region %s: usage of the last moment was not shared: %s", self.own, error)
-        self._imports.clear()
+        self._resign()
         self._executor.shutdown(wait=False)
         for client in self.clients.values():
             client.close()
@@ -168,38 +169,134 @@ class RegionExchange:
             return answer
         raise answer
 
-    def _read(self, region: str) -> list[ChangePage]:
-        """The changes in another region since the last exchange."""
-        imports = self._imports[region]
+    def _resign(self) -> None:
+        """Leave the exchange to another process, which continues where this one has recorded."""
+        self.is_agent = False
+        self._imports, self._outboxes, self._calls = {}, {}, {}
+
+    def _begin(self) -> None:
+        """Continue where the previous agent has recorded."""
+        own = self.clients[self.own]
+        self._imports = {region: _Imports.load(own, region) for region in self.others}
+        self._epoch, self._number = _parse_position(own.imported(self.own).get("%position", ""))
+        self._outboxes = {self.home: Outbox()} if self.home != self.own else {}
+        self.is_agent = True
+
+    def _exchange(self) -> None:
+        if not self.is_agent:
+            self._begin()
+        self._read_own()
+        for region, outbox in self._outboxes.items():
+            if region not in self._calls:
+                imports = self._imports[region]
+                reports = {**outbox.take(), relayed_field(self.own, "", "%time"): f"{self._now_us}"}
+                call = self._executor.submit(self._call, region, imports.epoch, imports.number, reports)
+                self._calls[region] = call
+        # All are called at the same time, and one that does not answer does not delay the others: a later exchange
+        # imports its answer.
+        wait(self._calls.values(), timeout=READ_WAIT_S)
+        for region, call in [*self._calls.items()]:
+            if call.done():
+                del self._calls[region]
+                self._receive(region, call)
+        self._choose_regions()
+        for imports in self._imports.values():
+            imports.apply(self.clients[self.own])
+        self._record_positions()
+
+    def _choose_regions(self) -> None:
+        """Call the home region next time, and the others, too, while it does not answer."""
+        if (outbox := self._outboxes.get(self.home)) is None:
+            return
+        is_late = self.home in self._calls or self.home in self._unreachable
+        others = [region for region in self.others if is_late and region != self.home]
+        self._outboxes = {self.home: outbox} | {
+            region: self._outboxes.get(region) or Outbox(outbox.reports) for region in others
+        }
+
+    def _read_own(self) -> None:
+        """Read what has changed in the own store: usage of the region to report, and reports of other regions."""
+        has_more = True
+        while has_more:
+            page = self.clients[self.own].read_changes(self._epoch, self._number)
+            self._report(
+                {field: text for field, text in page.fields.items() if parse_relayed(field) is None}, page.epoch
+            )
+            self._merge(self.own, page)
+            if page.fields:
+                self._is_recorded = False
+            self._epoch, self._number, has_more = page.epoch, page.number, page.has_more
+
+    def _report(self, fields: Mapping[str, str], epoch: str) -> None:
+        for outbox in self._outboxes.values():
+            outbox.add({relayed_field(self.own, epoch, field): text for field, text in fields.items()})
+
+    def _call(self, region: str, epoch: str, number: int, reports: dict[str, str]) -> list[ChangePage]:
+        """Leave reports in another region's store, and read what has changed there."""
+        client, prefix = self.clients[region], relayed_prefix(self.own)
+        items = [*reports.items()]
         pages: list[ChangePage] = []
-        epoch, number = imports.epoch, imports.number
-        while not pages or pages[-1].is_full:
-            pages.append(self.clients[region].read_changes(epoch, number))
+        while not pages or items or pages[-1].has_more:
+            items, sent = items[MAX_REPORTS:], items[:MAX_REPORTS]
+            pages.append(client.exchange(epoch, number, prefix, dict(sent)))
             epoch, number = pages[-1].epoch, pages[-1].number
         return pages
 
-    def _import(self, region: str, reading: Future[list[ChangePage]]) -> None:
-        imports = self._imports[region]
+    def _receive(self, region: str, call: Future[list[ChangePage]]) -> None:
+        """Take in the answer of another region."""
+        imports, outbox = self._imports[region], self._outboxes.get(region)
         try:
-            for page in reading.result():
-                imports.merge(page)
-                self._deliver_messages(region, page)
-            self.last_read[region] = self._monotonic()
-            if region in self._unreachable:
-                logger.warning("region %s: usage of region %s can be read again", self.own, region)
-            self._unreachable.discard(region)
+            pages = call.result()
         except StoreError as error:
             if region not in self._unreachable:
-                logger.warning("region %s: usage of region %s cannot be read: %s", self.own, region, error)
+                logger.warning("region %s: no usage is exchanged with region %s: %s", self.own, region, error)
             self._unreachable.add(region)
+            if outbox is not None:
+                outbox.put_back()
+            return
+        if region in self._unreachable:
+            logger.warning("region %s: usage is exchanged with region %s again", self.own, region)
+            self._unreachable.discard(region)
+        if outbox is not None:
+            outbox.confirm()
+        if imports.epoch and pages[-1].epoch != imports.epoch:  # it has lost its data, and with it earlier reports
+            own_usage = self.clients[self.own].shared_usage().items()
+            self._report({field: text for field, text in own_usage if _is_report(field)}, self._epoch)
+        for page in pages:
+            self._merge(region, page)
+        imports.epoch, imports.number = pages[-1].epoch, pages[-1].number
+        self.last_read[region] = self._monotonic()
 
-    def _deliver_messages(self, region: str, page: ChangePage) -> None:
-        own, imports = self.clients[self.own], self._imports[region]
+    def _merge(self, store: str, page: ChangePage) -> None:
+        """Take in reports that were read from the store of a region."""
         for field, text in page.fields.items():
-            if field.startswith(MESSAGE_PREFIX) and field not in imports.messages:
-                self._deliver(text)
-                imports.messages.add(field)
-                own.save_imported(region, {field: "1 0 0 0"})
+            region, epoch, name = parse_relayed(field) or (store, page.epoch, field)
+            imports = self._imports.get(region)
+            if imports is None:  # of the own region, or of one that is not configured here
+                continue
+            self.last_read[region] = self._monotonic()
+            if name.startswith(MESSAGE_PREFIX):
+                self._deliver_once(imports, name, text)
+            elif imports.merge(epoch, name, text):
+                self._is_recorded = False
+
+    def _record_positions(self) -> None:
+        """Record how far the stores were read, so that the next agent reads on; to read a report again is harmless."""
+        outbox = self._outboxes.get(self.home)
+        if self._is_recorded or (outbox is not None and outbox.reports):
+            return
+        own = self.clients[self.own]
+        own.note_position(self.own, f"{self._epoch} {self._number}")
+        for region in self._outboxes:
+            imports = self._imports[region]
+            own.note_position(region, f"{imports.epoch} {imports.number}")
+        self._is_recorded = True
+
+    def _deliver_once(self, imports: _Imports, field: str, text: str) -> None:
+        if field not in imports.messages:
+            self._deliver(text)
+            imports.messages.add(field)
+            self.clients[self.own].save_imported(imports.region, {field: "1 0 0 0"})
 
     def _deliver(self, text: str) -> None:
         """Carry out a message, which is harmless to repeat; ignore one that is malformed."""
@@ -246,11 +343,20 @@ class RegionExchange:
         )
         shared = [field for field, text in own.shared_usage().items() if _is_over(field, text, oldest_us)]
         own.drop_usage(shared)
+        reported = [relayed_field(self.own, self._epoch, field) for field in shared if parse_relayed(field) is None]
+        if reported and self.home != self.own:
+            self._executor.submit(self._drop_at_home, reported)
         for region, imports in self._imports.items():
             fields = [field for field in imports.usage if _is_over(field, "", oldest_us)]
             own.drop_imported(region, fields)
             for field in fields:
                 del imports.usage[field]
+
+    def _drop_at_home(self, fields: Sequence[str]) -> None:
+        try:
+            self.clients[self.home].drop_usage(fields)
+        except StoreError as error:
+            logger.warning("region %s: old reports stay in region %s: %s", self.own, self.home, error)
 
 
 class _Imports:
@@ -269,24 +375,23 @@ class _Imports:
         imports = cls(region)
         for field, text in own.imported(region).items():
             if field == "%position":
-                epoch, _, number = text.partition(" ")
-                imports.epoch, imports.number = epoch, int(number) if number.isdecimal() else 0
+                imports.epoch, imports.number = _parse_position(text)
             elif field.startswith(MESSAGE_PREFIX):
                 imports.messages.add(field)
             else:
                 imports.usage[field] = ImportedUsage.parse(text)
         return imports
 
-    def merge(self, page: ChangePage) -> None:
-        """Take in reports. After the other region has lost its data, its totals start anew, under another epoch."""
-        self.epoch, self.number = page.epoch, page.number
-        for field, text in page.fields.items():
-            totals = parse_totals(text)
-            if field.startswith("%") or totals is None or parse_field(field) is None:
-                continue
-            name = f"{page.epoch} {field}"
-            self.usage[name] = self.usage.get(name, ImportedUsage()).merge(*totals)
-            self._changed.add(name)
+    def merge(self, epoch: str, field: str, text: str) -> bool:
+        """Take in a report; False if it is none. After the region has lost its data, its totals start anew, under
+        another epoch."""
+        totals = parse_totals(text)
+        if field.startswith("%") or totals is None or parse_field(field) is None:
+            return False
+        name = f"{epoch} {field}"
+        self.usage[name] = self.usage.get(name, ImportedUsage()).merge(*totals)
+        self._changed.add(name)
+        return True
 
     def apply(self, own: RegionClient) -> None:
         """Apply balances to the region's counters, and record them."""
@@ -328,11 +433,20 @@ class _Imports:
         return f"{self.region}:{name.partition(' ')[0]}"
 
     def _save(self, own: RegionClient) -> None:
-        """Record amounts, then the position: a report that is read again changes nothing."""
         if self._changed:
             own.save_imported(self.region, {name: self.usage[name].text for name in self._changed})
-            own.note_position(self.region, f"{self.epoch} {self.number}")
             self._changed.clear()
+
+
+def _parse_position(text: str) -> tuple[str, int]:
+    """The epoch and the number of a change."""
+    epoch, _, number = text.partition(" ")
+    return epoch, int(number) if number.isdecimal() else 0
+
+
+def _is_report(field: str) -> bool:
+    """True for usage and messages of the region itself."""
+    return parse_relayed(field) is None and (not field.startswith("%") or field.startswith(MESSAGE_PREFIX))
 
 
 def _slot(name: str) -> UsageSlot | None:
@@ -340,8 +454,14 @@ def _slot(name: str) -> UsageSlot | None:
 
 
 def _is_over(name: str, text: str, before_us: int) -> bool:
-    """True if usage has stopped to count, or a message was posted, before that instant."""
+    """True if usage has stopped to count, or a message was posted, before that instant, or the message is malformed."""
+    relayed = parse_relayed(name)
+    if relayed is not None:
+        name = relayed[2]
     if name.startswith(MESSAGE_PREFIX):
-        return int(json.loads(text)["at_us"]) < before_us
+        try:
+            return int(json.loads(text)["at_us"]) < before_us
+        except (ValueError, TypeError, KeyError):
+            return True
     slot = parse_field(name) or _slot(name)
     return slot is not None and slot.end_us < before_us

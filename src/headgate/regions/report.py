@@ -48,7 +48,8 @@ class WorkerStatus(NamedTuple):
     at_us: int
     """On the clock of the region's store."""
     ages_s: dict[str, float]
-    """For each other region, the seconds since its usage was read; empty unless the process is the region's agent."""
+    """For each other region, the seconds since something was heard of it; empty unless the process is the region's
+    agent."""
     held: dict[tuple[str, str], int]
     """Leased tokens in the region's pools, by limit and identity."""
 
@@ -81,7 +82,7 @@ class ImportReport:
     unread: int | None
     """Usage that the other region has shared and this one has not read; None if it cannot be reached."""
     age_s: float | None
-    """Seconds since the other region was read; None if no process exchanges usage."""
+    """Seconds since something was heard of the other region; None if no process exchanges usage there, or here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class RegionReport:
     owed: int = 0
     """Usage of other regions that it knows and has not yet charged to its own counters."""
     age_s: float | None = None
-    """The age of its oldest data about another region; None if some is not known."""
+    """The age of its oldest data about another region with processes; None if some is not known."""
     processes: int = 0
     """Processes that exchange usage or lease tokens."""
     imports: tuple[ImportReport, ...] = ()
@@ -201,8 +202,13 @@ def _region(name: str, readings: Mapping[str, _RegionReading], *, is_home: bool)
     for status in own.statuses:
         since_s = (own.now_us - status.at_us) / 1_000_000
         ages |= {region: age + since_s for region, age in status.ages_s.items()}
-    imports = tuple([_import(other, own, readings[other], ages.get(other)) for other in own.imported])
-    known_ages = [each.age_s for each in imports if each.age_s is not None]
+    # A region without processes admits nothing, so that no data about it can be too old.
+    idle = {other for other in own.imported if readings[other].error is None and not readings[other].statuses}
+    imports = tuple(
+        [_import(other, own, readings[other], None if other in idle else ages.get(other)) for other in own.imported]
+    )
+    active_ages = [each.age_s for each in imports if each.region not in idle]
+    known_ages = [age_s for age_s in active_ages if age_s is not None]
     return RegionReport(
         name,
         is_home,
@@ -211,7 +217,7 @@ def _region(name: str, readings: Mapping[str, _RegionReading], *, is_home: bool)
         shared=sum(admitted - refunded for admitted, refunded in own.usage.values()),
         held=sum(_held(own).values()),
         owed=sum(each.owed for each in imports),
-        age_s=max(known_ages) if known_ages and len(known_ages) == len(imports) else None,
+        age_s=max(known_ages) if known_ages and len(known_ages) == len(active_ages) else None,
         processes=len(own.statuses),
         imports=imports,
     )

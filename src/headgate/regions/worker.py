@@ -29,7 +29,7 @@ __all__ = ["EXCHANGE_INTERVAL_S", "RegionWorker"]
 logger = logging.getLogger("headgate")
 
 EXCHANGE_INTERVAL_S: Final = 1.05
-"""From one exchange to the next: fewer than one call per second to each other region."""
+"""From one exchange to the next: fewer than one call to another region per second."""
 MIN_PAUSE_S: Final = 0.25
 IDLE_INTERVAL_S: Final = 5.0
 MIN_AGENT_INTERVAL_S: Final = 0.01
@@ -66,7 +66,8 @@ class RegionWorker:
         """The exchange, which runs from now on."""
         if self.exchange is None:
             clients = {name: self._open_client(name) for name in self.regions.names}
-            self.exchange = RegionExchange(self.regions.own, clients, counter=self.counter, runtime=self.runtime)
+            own, home = self.regions.own, self.regions.home
+            self.exchange = RegionExchange(own, clients, home=home, counter=self.counter, runtime=self.runtime)
         self._start("exchange", _run_exchange)
         return self.exchange
 

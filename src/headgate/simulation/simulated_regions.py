@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from headgate.regions.reconciled import parse_totals
 from headgate.stores.redis.region_client import MAX_CHANGES, ChangePage
 
 if TYPE_CHECKING:
@@ -52,7 +53,17 @@ class RegionUsage:
         since = since if epoch == self.epoch else 0
         changed = [(field, number) for field, number in self._changes.items() if number > since][:MAX_CHANGES]
         last = changed[-1][1] if changed else since
-        return ChangePage(self.epoch, last, {field: self.shared.get(field, "") for field, _ in changed})
+        fields = {field: self.shared.get(field, "") for field, _ in changed}
+        return ChangePage(self.epoch, last, fields, len(fields) == MAX_CHANGES)
+
+    def report(self, reports: Mapping[str, str]) -> None:
+        """Take in reports of another region: the larger one of two totals counts."""
+        for field, text in reports.items():
+            old, new = parse_totals(self.shared.get(field, "")), parse_totals(text)
+            if old is not None and new is not None:
+                text = " ".join([f"{max(pair)}" for pair in zip(old, new, strict=True)])
+            if text != self.shared.get(field):
+                self.publish(field, text)
 
     def save(self, region: str, values: Mapping[str, str]) -> None:
         """Record imports; numbers never decrease."""
@@ -85,6 +96,13 @@ class SimulatedRegionClient:
 
     def read_changes(self, epoch: str, number: int) -> ChangePage:
         return self._usage().read(epoch, number)
+
+    def exchange(self, epoch: str, number: int, prefix: str, reports: Mapping[str, str]) -> ChangePage:
+        usage = self._usage()
+        usage.report(reports)
+        page = usage.read(epoch, number)
+        fields = {name: text for name, text in page.fields.items() if not (prefix and name.startswith(prefix))}
+        return page._replace(fields=fields)
 
     def shared_usage(self) -> dict[str, str]:
         return dict(self._usage().shared)

@@ -30,11 +30,8 @@ class ChangePage(NamedTuple):
     number: int
     """The number of the last change, from which to read on."""
     fields: dict[str, str]
-
-    @property
-    def is_full(self) -> bool:
-        """True if there may be more."""
-        return len(self.fields) >= MAX_CHANGES
+    has_more: bool = False
+    """True if there may be more changes."""
 
 
 class RegionClient:
@@ -63,10 +60,14 @@ class RegionClient:
 
     def read_changes(self, epoch: str, number: int) -> ChangePage:
         """The shared usage that has changed since; all of it if the epoch is another one."""
-        texts = self._texts(self._execute(self._usage, list, "read", epoch, number, MAX_CHANGES), 2)
-        if not texts[1].isdecimal():
-            raise _unexpected(texts)
-        return ChangePage(texts[0], int(texts[1]), _pairs(texts[2:]))
+        return self._page(self._execute(self._usage, list, "read", "", epoch, number, MAX_CHANGES))
+
+    def exchange(self, epoch: str, number: int, prefix: str, reports: Mapping[str, str]) -> ChangePage:
+        """Leave reports, of which the largest totals count, and read changes that do not begin with the prefix."""
+        args = [part for item in reports.items() for part in item]
+        return self._page(
+            self._execute(self._usage, list, "exchange", uuid4().hex, epoch, number, MAX_CHANGES, prefix, *args)
+        )
 
     def shared_usage(self) -> dict[str, str]:
         """All shared usage of this region; fields that start with "%" are not usage."""
@@ -122,6 +123,12 @@ class RegionClient:
         return self._client.execute(
             Command(self._client.encoder.own_script("region_usage"), keys, args, expects=expects)
         )
+
+    def _page(self, reply: list[Any]) -> ChangePage:
+        texts = self._texts(reply, 4)
+        if not texts[1].isdecimal():
+            raise _unexpected(texts)
+        return ChangePage(texts[0], int(texts[1]), _pairs(texts[4:]), texts[3] == "1")
 
     def _texts(self, reply: list[Any], least: int = 0) -> list[str]:
         if len(reply) % 2 or len(reply) < least or {*map(type, reply)} - {bytes}:
