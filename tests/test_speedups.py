@@ -19,10 +19,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import headgate
-from headgate import InvalidLimit, Key, Limit, speedups
+from headgate import Decision, InvalidLimit, Key, Limit, speedups
 from headgate.algorithms import NEVER
 from headgate.gate import headers
 from headgate.regions import reconciled, routing
+from headgate.regions.model import Regions
+from headgate.regions.reserved import HomeState, KeyDemand
+from headgate.regions.routing import RegionRouter
+from headgate.regions.worker import RegionWorker
 from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, IdempotentCheck, Refund, Reset
 from headgate.stores.redis import decoding, encoding
@@ -63,6 +67,7 @@ def test_compiled_functions_are_used(native: Any) -> None:
     assert routing.replace_fields is native.replace_fields
     assert routing.translate_check is native.translate_check
     assert reconciled.add_usage is native.add_usage
+    assert routing.finish_check is native.finish_check
     store = MemoryStore(FakeClock())
     store.check(Limit(3, MINUTE).by("ada"))
     assert [type(meter) for meter in store._meters.values()] == [native.Meter]
@@ -115,8 +120,8 @@ def test_checks_are_translated_as_in_python(kinds: list[str], kind: type[Check],
     counted = {limits["same"]: limits["same"], limits["other"]: Limit(2, MINUTE, name="other")}
     keys = tuple(limits[name].by(data.draw(st.sampled_from(["ada", "bob"]))) for name in kinds)
     check = kind(keys, data.draw(st.integers(0, 3)), data.draw(st.none() | st.just("id")))
-    native = import_module("headgate._native").translate_check(check, counted)
-    python = routing.plain_translate_check(check, counted)
+    native = import_module("headgate._native").translate_check(counted, check)
+    python = routing.plain_translate_check(counted, check)
     assert native == python
     assert type(native) is type(python)
     if python is None:
@@ -127,12 +132,12 @@ def test_checks_are_translated_as_in_python(kinds: list[str], kind: type[Check],
 
 
 def test_translating_what_is_no_check_is_an_error(native: Any) -> None:
-    for args in ((), (Check((), 1),), (Check((), 1), []), ([], {}), (KEY, {})):
+    for args in ((), ({},), ([], Check((), 1)), ({}, []), ({}, KEY)):
         with pytest.raises(TypeError):
             native.translate_check(*args)
     with pytest.raises(TypeError, match="unhashable"):
-        native.translate_check(Check((([], (), ""),), 1), {})  # type: ignore[arg-type]
-    assert native.translate_check(Check(("ada",), 1), {}) is None  # type: ignore[arg-type]
+        native.translate_check({}, Check((([], (), ""),), 1))  # type: ignore[arg-type]
+    assert native.translate_check({}, Check(("ada",), 1)) is None  # type: ignore[arg-type]
 
 
 @settings(max_examples=100)
@@ -160,6 +165,78 @@ def test_unusual_usage_is_left_to_python(native: Any, cost: Any) -> None:
     for args in ((), ({},), ([], "ada", 1, 5), ({}, [], 1, 5)):
         with pytest.raises(TypeError):
             native.add_usage(*args)
+
+
+class IdleWorker(RegionWorker):
+    """A worker that exchanges and leases nothing, so that what is recorded stays there."""
+
+    def ensure_exchange(self) -> Any:
+        return None
+
+    def ensure_agent(self) -> None:
+        return None
+
+
+def region_router() -> RegionRouter:
+    regions = Regions("us", "eu", (("ap", ""), ("eu", ""), ("us", "")))
+    return RegionRouter(regions, IdleWorker(regions, pytest.fail), lambda: 0)
+
+
+@settings(max_examples=100)
+@given(
+    modes=st.lists(st.sampled_from(["regional", "divided", "reserved", "reconciled"]), min_size=1, max_size=3),
+    is_known=st.booleans(),
+    is_allowed=st.booleans(),
+    degraded=st.sampled_from([None, "open"]),
+    cost=st.integers(0, 5) | st.just(2**63),
+    at_us=st.integers(0, 90_000_000),
+    numbers=st.tuples(st.integers(0, 200), st.integers(0, 90_000_000)),
+    home=st.tuples(st.integers(0, 150), st.integers(0, 90_000_000)),
+)
+def test_decisions_of_a_region_are_finished_as_in_python(
+    modes: list[Any], is_known: bool, is_allowed: bool, degraded: str | None, cost: int, at_us: int,
+    numbers: tuple[int, int], home: tuple[int, int],
+) -> None:  # fmt: skip
+    limits = [Limit(100, MINUTE, algorithm="fixed_window", region=mode, name=mode) for mode in modes]
+    check = Check(tuple(limit.by("ada") for limit in limits), cost)
+    records, finished = [], []
+    for is_native in (True, False):
+        router = region_router()
+        counted = router.own_check(check)
+        slots, demands = router.worker.counter.open_slots, router.worker.demand.keys
+        for mode, key in zip(modes, counted.keys, strict=True):
+            if is_known and mode == "reconciled":
+                slots[key] = [0, 0, 60_000_000, 7]
+            elif is_known and mode == "reserved":
+                demands[key] = KeyDemand(key, router.reservation(check.keys[modes.index(mode)].limit), HomeState(*home))
+        verdicts = tuple((numbers[0], 0 if is_allowed else 9, numbers[1], 0) for _ in modes)
+        decision = Decision(is_allowed, counted.keys, verdicts, None, degraded, at_us, 0, cost)
+        known = router.finish_known(check, counted, decision) if is_native else None
+        if is_native:
+            recorded = sum(mode in ("reserved", "reconciled") for mode in modes)
+            if not is_allowed or degraded or recorded > 1 or (recorded and not is_known):
+                assert known is None
+            elif cost < 2**62 and (at_us < 60_000_000 or "reconciled" not in modes):
+                assert known is not None or counted is check
+        finished.append(known or router.finish(check, counted, decision))
+        usage = router.worker.counter.begin_flush()[1]
+        records.append((dict(usage), {key: (*demand, demand.denied) for key, demand in demands.items()}))
+    assert finished[0] == finished[1]
+    assert type(finished[0]) is Decision
+    assert finished[0].keys is check.keys
+    assert records[0] == records[1]
+
+
+def test_finishing_what_is_no_decision_is_an_error(native: Any) -> None:
+    check, decision = Check((KEY,), 1), Decision(True, (KEY,), ((1, 0, 1, 0),))
+    for args in (
+        (), ([], {}, check, check, decision), ({}, [], check, check, decision), ({}, {}, (), check, decision),
+        ({}, {}, check, KEY, decision), ({}, {}, check, check, (1, 2)),
+    ):  # fmt: skip
+        with pytest.raises(TypeError):
+            native.finish_check(*args)
+    for other in (Check((), 1), Check(("ada",), 1), Check(((1, 2, 3),), 1)):  # type: ignore[arg-type]
+        assert native.finish_check({}, {}, check, other, decision) in (None, decision)
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])

@@ -7,6 +7,7 @@
  *     translate_check    a check on the limits of a region       plain_translate_check in regions/routing.py
  *     replace_fields     another Key, Check or Decision          plain_replace_fields in regions/routing.py
  *     add_usage          usage that other regions must know      plain_add_usage in regions/reconciled.py
+ *     finish_check       the decision on a caller's limits       RegionRouter.finish in regions/routing.py
  *     RateLimitHeaders   the header fields of a response         PlainRateLimitHeaders in gate/headers.py
  *
  * Only the public C API is used. A function returns None for input that is not the common case, before it has changed
@@ -26,14 +27,18 @@
 enum { KEY_LIMIT, KEY_PARTS, KEY_IDENTITY, KEY_FIELDS };
 enum { CHECK_KEYS, CHECK_COST, CHECK_ID, CHECK_FIELDS };
 enum { REPLY_NOW, REPLY_NUMBERS, REPLY_UNUSUAL, REPLY_AGAIN, REPLY_FIELDS };
-enum { VERDICT_FIELDS = 4, DECISION_FIELDS = 8 };
+enum { VERDICT_FIELDS = 4 };
+enum {
+    DECISION_ALLOWED, DECISION_KEYS, DECISION_VERDICTS, DECISION_ID, DECISION_DEGRADED, DECISION_AT_US,
+    DECISION_NEXT_ALLOWED, DECISION_COST, DECISION_FIELDS
+};
 
 typedef union {
     struct {
         PyTypeObject *key_type, *limit_type, *decision_type, *meter_type, *headers_type;
-        PyObject *space, *remaining_name, *reset_name, *ratelimit_name;
+        PyObject *space, *region, *remaining_name, *reset_name, *ratelimit_name;
     };
-    PyObject *references[9]; /* all of them */
+    PyObject *references[10]; /* all of them */
 } ModuleState;
 
 /* -- Integers ------------------------------------------------------------------------------------------------------ */
@@ -657,7 +662,7 @@ static PyObject *decode_allowed(PyObject *self, PyObject *const *args, Py_ssize_
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-/* -- Regions: translate_check, replace_fields and add_usage -------------------------------------------------------- */
+/* -- Regions: translate_check, replace_fields, add_usage and finish_check ------------------------------------------ */
 
 PyDoc_STRVAR(replace_fields_doc,
              "replace_fields(record, start, /, *values)\n--\n\n"
@@ -685,7 +690,7 @@ static PyObject *replace_fields(PyObject *Py_UNUSED(self), PyObject *const *args
 }
 
 PyDoc_STRVAR(translate_check_doc,
-             "translate_check(check, counted, /)\n--\n\n"
+             "translate_check(counted, check, /)\n--\n\n"
              "Return the check on the limits to which a dict maps those of its keys. Return None if one is not in it.");
 
 /* A copy of a named tuple with another first field, to which it takes the reference; NULL with an exception. */
@@ -704,11 +709,11 @@ static PyObject *with_first(PyObject *record, PyObject *first) {
 }
 
 static PyObject *translate_check(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2 || !is_check(args[0]) || !PyDict_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "expected translate_check(check: Check, counted: dict)");
+    if (nargs != 2 || !PyDict_Check(args[0]) || !is_check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "expected translate_check(counted: dict, check: Check)");
         return NULL;
     }
-    PyObject *check = args[0], *keys = PyTuple_GET_ITEM(check, CHECK_KEYS);
+    PyObject *check = args[1], *keys = PyTuple_GET_ITEM(check, CHECK_KEYS);
     Py_ssize_t size = PyTuple_GET_SIZE(keys);
     PyObject *translated = PyTuple_New(size);
     bool has_changed = false;
@@ -716,7 +721,7 @@ static PyObject *translate_check(PyObject *Py_UNUSED(self), PyObject *const *arg
         PyObject *key = PyTuple_GET_ITEM(keys, index);
         bool is_key = PyTuple_Check(key) && PyTuple_GET_SIZE(key) == KEY_FIELDS;
         PyObject *limit = is_key ? PyTuple_GET_ITEM(key, KEY_LIMIT) : NULL;
-        PyObject *counted = is_key ? PyDict_GetItemWithError(args[1], limit) : NULL;
+        PyObject *counted = is_key ? PyDict_GetItemWithError(args[0], limit) : NULL;
         if (counted == NULL) {
             Py_DECREF(translated);
             return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
@@ -734,11 +739,29 @@ static PyObject *translate_check(PyObject *Py_UNUSED(self), PyObject *const *arg
     return Py_NewRef(check);
 }
 
+/* Replace a number in a list, whose old one is an int; false with an exception. */
+static bool set_number(PyObject *list, Py_ssize_t index, int128 value) {
+    PyObject *number = new_int(value);
+    return number != NULL && PyList_SetItem(list, index, number) == 0;
+}
+
 enum { SLOT_NUMBER, SLOT_START, SLOT_END, SLOT_ADMITTED, SLOT_FIELDS };
 
 PyDoc_STRVAR(add_usage_doc,
              "add_usage(open_slots, key, cost, at_us, /)\n--\n\n"
              "Add an admission to the slot that is open for a key; False if none is open at that time.");
+
+/* Add to a slot; false, without an exception, if it is not open at that time. Runs no Python code. */
+static bool add_to_slot(PyObject *slot, PyObject *cost_object, int128 at_us) {
+    int128 cost, start, end, admitted;
+    if (!PyList_CheckExact(slot) || PyList_GET_SIZE(slot) != SLOT_FIELDS || !read_int(cost_object, &cost) ||
+        !read_int(PyList_GET_ITEM(slot, SLOT_START), &start) || !read_int(PyList_GET_ITEM(slot, SLOT_END), &end) ||
+        at_us < start || at_us >= end || !read_int(PyList_GET_ITEM(slot, SLOT_ADMITTED), &admitted) || cost < 0 ||
+        cost > MAX_MAGNITUDE || admitted < 0 || admitted > MAX_MAGNITUDE) {
+        return false;
+    }
+    return set_number(slot, SLOT_ADMITTED, admitted + cost);
+}
 
 /* No Python code runs between the lookup and the end, so that no other thread sees a slot that is half changed. */
 static PyObject *add_usage(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t nargs) {
@@ -749,19 +772,120 @@ static PyObject *add_usage(PyObject *Py_UNUSED(self), PyObject *const *args, Py_
 #ifdef Py_GIL_DISABLED
     Py_RETURN_FALSE;
 #else
-    int128 cost, at_us, start, end, admitted;
-    if (!read_int(args[2], &cost) || !read_int(args[3], &at_us)) Py_RETURN_FALSE;
+    int128 at_us;
+    if (!read_int(args[3], &at_us)) Py_RETURN_FALSE;
     PyObject *slot = PyDict_GetItemWithError(args[0], args[1]);
     if (slot == NULL && PyErr_Occurred()) return NULL;
-    if (slot == NULL || !PyList_CheckExact(slot) || PyList_GET_SIZE(slot) != SLOT_FIELDS ||
-        !read_int(PyList_GET_ITEM(slot, SLOT_START), &start) || !read_int(PyList_GET_ITEM(slot, SLOT_END), &end) ||
-        at_us < start || at_us >= end || !read_int(PyList_GET_ITEM(slot, SLOT_ADMITTED), &admitted) || cost < 0 ||
-        cost > MAX_MAGNITUDE || admitted < 0 || admitted > MAX_MAGNITUDE) {
-        Py_RETURN_FALSE;
+    return PyBool_FromLong(slot != NULL && add_to_slot(slot, args[2], at_us));
+#endif
+}
+
+enum { DEMAND_SPENT, DEMAND_LEFT, DEMAND_HOME_LEFT, DEMAND_UNTIL, DEMAND_CAPACITY, DEMAND_FIELDS };
+
+/* Count an admitted request in a KeyDemand; return the verdict on the caller's limit. NULL, without an exception, for
+ * what is not the common case. */
+static PyObject *record_demand(PyObject *demand, PyObject *verdict, PyObject *cost_object, int128 at_us) {
+    int128 cost, left, retry_us, reset_us, numbers[DEMAND_FIELDS];
+    if (!PyList_Check(demand) || PyList_GET_SIZE(demand) != DEMAND_FIELDS || !read_int(cost_object, &cost) ||
+        !PyTuple_Check(verdict) || PyTuple_GET_SIZE(verdict) != VERDICT_FIELDS ||
+        !read_int(PyTuple_GET_ITEM(verdict, 0), &left) || !read_int(PyTuple_GET_ITEM(verdict, 1), &retry_us) ||
+        !read_int(PyTuple_GET_ITEM(verdict, 2), &reset_us) || retry_us || cost < 0 || cost > MAX_MAGNITUDE) {
+        return NULL;
     }
-    PyObject *sum = new_int(admitted + cost);
-    if (sum == NULL || PyList_SetItem(slot, SLOT_ADMITTED, sum) < 0) return NULL;
-    Py_RETURN_TRUE;
+    for (Py_ssize_t index = 0; index < DEMAND_FIELDS; index++) {
+        if (!read_int(PyList_GET_ITEM(demand, index), &numbers[index])) return NULL;
+        if (numbers[index] < 0 || numbers[index] > MAX_MAGNITUDE) return NULL;
+    }
+    if (!set_number(demand, DEMAND_SPENT, numbers[DEMAND_SPENT] + cost) || !set_number(demand, DEMAND_LEFT, left)) {
+        return NULL;
+    }
+    int128 wait_us = numbers[DEMAND_UNTIL] - at_us, total = left + numbers[DEMAND_HOME_LEFT];
+    int128 values[VERDICT_FIELDS] = {total < numbers[DEMAND_CAPACITY] ? total : numbers[DEMAND_CAPACITY], 0,
+                                     wait_us > reset_us ? wait_us : reset_us, 0};
+    return new_int_tuple(values, VERDICT_FIELDS);
+}
+
+PyDoc_STRVAR(finish_check_doc,
+             "finish_check(open_slots, demands, check, counted, decision, /)\n--\n\n"
+             "Return the decision on a check, given that on the keys which its region counts, and record that it was\n"
+             "admitted. Return None, with nothing changed, for a denial, and if more than one key is to be recorded.");
+
+/* True for the mode; false for another one, and without an exception. */
+static bool is_mode(PyObject *mode, const char *name) {
+    return PyUnicode_CompareWithASCIIString(mode, name) == 0;
+}
+
+/* The index of the only key whose use is recorded; -1 if there is none, -2 for several, or with an exception. */
+static Py_ssize_t find_recorded(const ModuleState *module, PyObject *keys, PyObject *counted, bool *is_reserved) {
+    Py_ssize_t found = -1;
+    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(keys); index++) {
+        PyObject *key = PyTuple_GET_ITEM(keys, index), *other = PyTuple_GET_ITEM(counted, index);
+        if (!PyTuple_Check(key) || PyTuple_GET_SIZE(key) != KEY_FIELDS || !PyTuple_Check(other)) return -2;
+        if (key == other) continue; /* regional */
+        PyObject *mode = PyObject_GetAttr(PyTuple_GET_ITEM(key, KEY_LIMIT), module->region);
+        if (mode == NULL || !PyUnicode_Check(mode)) {
+            Py_XDECREF(mode);
+            return -2;
+        }
+        *is_reserved = is_mode(mode, "reserved");
+        if (*is_reserved || is_mode(mode, "reconciled")) found = found == -1 ? index : -2;
+        Py_DECREF(mode);
+        if (found == -2) break;
+    }
+    return found;
+}
+
+static PyObject *finish_check(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 5 || !PyDict_Check(args[0]) || !PyDict_Check(args[1]) || !is_check(args[2]) || !is_check(args[3]) ||
+        !PyTuple_Check(args[4]) || PyTuple_GET_SIZE(args[4]) != DECISION_FIELDS) {
+        PyErr_SetString(PyExc_TypeError,
+                        "expected finish_check(open_slots: dict, demands: dict, check, counted, decision)");
+        return NULL;
+    }
+#ifdef Py_GIL_DISABLED
+    Py_RETURN_NONE;
+#else
+    PyObject *decision = args[4], *verdicts = PyTuple_GET_ITEM(decision, DECISION_VERDICTS);
+    PyObject *keys = PyTuple_GET_ITEM(args[2], CHECK_KEYS), *cost = PyTuple_GET_ITEM(args[2], CHECK_COST);
+    PyObject *counted = PyTuple_GET_ITEM(args[3], CHECK_KEYS);
+    int128 at_us;
+    bool is_reserved = false;
+    if (PyTuple_GET_ITEM(decision, DECISION_ALLOWED) != Py_True ||
+        PyTuple_GET_ITEM(decision, DECISION_DEGRADED) != Py_None || !PyTuple_Check(verdicts) ||
+        PyTuple_GET_SIZE(verdicts) != PyTuple_GET_SIZE(keys) ||
+        PyTuple_GET_SIZE(counted) != PyTuple_GET_SIZE(keys) ||
+        !read_int(PyTuple_GET_ITEM(decision, DECISION_AT_US), &at_us)) {
+        Py_RETURN_NONE;
+    }
+    Py_ssize_t index = find_recorded(PyModule_GetState(self), keys, counted, &is_reserved);
+    if (index == -2) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    PyObject *verdict = NULL;
+    if (index >= 0) {
+        /* No Python code runs after the lookup, so that no other thread sees a record that is half changed. */
+        PyObject *record = PyDict_GetItemWithError(args[is_reserved], PyTuple_GET_ITEM(counted, index));
+        bool is_recorded = record != NULL && !is_reserved && add_to_slot(record, cost, at_us);
+        if (record != NULL && is_reserved) {
+            verdict = record_demand(record, PyTuple_GET_ITEM(verdicts, index), cost, at_us);
+            is_recorded = verdict != NULL;
+        }
+        if (!is_recorded) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    }
+    PyObject *finished = Py_TYPE(decision)->tp_alloc(Py_TYPE(decision), DECISION_FIELDS);
+    PyObject *own = NULL;
+    if (finished != NULL) own = verdict == NULL ? Py_NewRef(verdicts) : PyTuple_New(PyTuple_GET_SIZE(verdicts));
+    if (own == NULL) {
+        Py_XDECREF(finished);
+        Py_XDECREF(verdict);
+        return NULL;
+    }
+    for (Py_ssize_t row = 0; verdict != NULL && row < PyTuple_GET_SIZE(own); row++) {
+        PyTuple_SET_ITEM(own, row, row == index ? verdict : Py_NewRef(PyTuple_GET_ITEM(verdicts, row)));
+    }
+    for (Py_ssize_t field = 0; field < DECISION_FIELDS; field++) {
+        PyObject *value = field == DECISION_KEYS ? keys : PyTuple_GET_ITEM(decision, field);
+        PyTuple_SET_ITEM(finished, field, field == DECISION_VERDICTS ? own : Py_NewRef(value));
+    }
+    return finished;
 #endif
 }
 
@@ -1027,6 +1151,7 @@ static int exec_module(PyObject *self) {
         (module->meter_type = (PyTypeObject *)PyType_FromModuleAndSpec(self, &METER, NULL)) == NULL ||
         (module->headers_type = (PyTypeObject *)PyType_FromModuleAndSpec(self, &HEADERS, NULL)) == NULL ||
         (module->space = PyUnicode_InternFromString("space")) == NULL ||
+        (module->region = PyUnicode_InternFromString("region")) == NULL ||
         (module->remaining_name = PyBytes_FromString("x-ratelimit-remaining")) == NULL ||
         (module->reset_name = PyBytes_FromString("x-ratelimit-reset")) == NULL ||
         (module->ratelimit_name = PyBytes_FromString("ratelimit")) == NULL ||
@@ -1071,6 +1196,7 @@ static PyMethodDef METHODS[] = {
     {"decode_allowed", (PyCFunction)(void (*)(void))decode_allowed, METH_FASTCALL, decode_allowed_doc},
     {"translate_check", (PyCFunction)(void (*)(void))translate_check, METH_FASTCALL, translate_check_doc},
     {"add_usage", (PyCFunction)(void (*)(void))add_usage, METH_FASTCALL, add_usage_doc},
+    {"finish_check", (PyCFunction)(void (*)(void))finish_check, METH_FASTCALL, finish_check_doc},
     {"replace_fields", (PyCFunction)(void (*)(void))replace_fields, METH_FASTCALL, replace_fields_doc},
     {NULL, NULL, 0, NULL},
 };

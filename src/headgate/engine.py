@@ -349,8 +349,9 @@ class SyncEngine(Engine):
             decision = found if isinstance(found, Decision) else self.drive(found)
         if counted is check:
             return decision
-        if decision[0]:
-            return router.finish(check, counted, decision)  # type: ignore[no-any-return]
+        known: Decision | None = router.finish_known(check, counted, decision)
+        if known is not None:
+            return known
         finished = flow.finish(check, counted, decision, local, fallback, router)
         return finished if isinstance(finished, Decision) else self.drive(finished)
 
@@ -422,8 +423,9 @@ class AsyncEngine(Engine):
             decision = found if isinstance(found, Decision) else await self.drive(found)
         if counted is check:
             return decision
-        if decision[0]:
-            return router.finish(check, counted, decision)  # type: ignore[no-any-return]
+        known: Decision | None = router.finish_known(check, counted, decision)
+        if known is not None:
+            return known
         finished = flow.finish(check, counted, decision, local, fallback, router)
         return finished if isinstance(finished, Decision) else await self.drive(finished)
 

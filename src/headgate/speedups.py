@@ -25,6 +25,7 @@ FUNCTIONS: Final = (
     "translate_check",
     "replace_fields",
     "add_usage",
+    "finish_check",
     "RateLimitHeaders",
 )
 

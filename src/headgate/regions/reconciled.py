@@ -219,6 +219,9 @@ class AdmissionCounter:
     """
 
     def __init__(self) -> None:
+        self.open_slots: dict[Key, list[int]] = {}
+        """The slot of the last admission of each key: its number, from when to when it lasts, what was admitted. Always
+        the same object, as compiled code refers to it."""
         self.reset_after_fork()
         reinit_after_fork(self)
 
@@ -226,11 +229,12 @@ class AdmissionCounter:
         """Leave what the parent has counted to the parent."""
         self._lock = threading.Lock()
         self._usage: dict[UsageSlot, list[int]] = {}
-        """Admitted and refunded amounts by slot, without those in `_open`."""
+        """Admitted and refunded amounts by slot, without those in `open_slots`."""
         self._in_flight: dict[UsageSlot, tuple[int, int]] = {}
-        self._open: dict[Key, list[int]] = {}
-        """The slot of the last admission of each key: its number, from when to when it lasts, what was admitted."""
-        self.add: Callable[[Key, int, int], bool] = self._add if add_usage is None else partial(add_usage, self._open)
+        self.open_slots.clear()
+        self.add: Callable[[Key, int, int], bool] = self._add
+        if add_usage is not None:
+            self.add = partial(add_usage, self.open_slots)
         """Count an admitted request, given the time of the decision, if it is not the first one in its slot since the
         last flush; else return False, for `record` to count it."""
         self._flushes = 0
@@ -238,11 +242,11 @@ class AdmissionCounter:
     def record(self, key: Key, cost: int, at_us: int) -> None:
         """Count an admitted request; `at_us` is the time of the decision."""
         with self._lock:
-            if not plain_add_usage(self._open, key, cost, at_us):
+            if not (add_usage or plain_add_usage)(self.open_slots, key, cost, at_us):
                 self._close_slot(key)
                 length_us = slot_us(key.limit)
                 number = at_us // length_us
-                self._open[key] = [number, number * length_us, (number + 1) * length_us, cost]
+                self.open_slots[key] = [number, number * length_us, (number + 1) * length_us, cost]
 
     def record_refund(self, key: Key, amount: int, at_us: int) -> None:
         """Count a refund of what was charged at that time."""
@@ -252,8 +256,8 @@ class AdmissionCounter:
     def begin_flush(self) -> tuple[int, Mapping[UsageSlot, tuple[int, int]]]:
         """The number of the flush, and the usage to add; empty if there is nothing to do."""
         with self._lock:
-            if not self._in_flight and (self._usage or self._open):
-                for key in list(self._open):
+            if not self._in_flight and (self._usage or self.open_slots):
+                for key in list(self.open_slots):
                     self._close_slot(key)
                 self._in_flight = {slot: (admitted, refunded) for slot, (admitted, refunded) in self._usage.items()}
                 self._usage = {}
@@ -262,11 +266,11 @@ class AdmissionCounter:
 
     def _add(self, key: Key, cost: int, at_us: int) -> bool:
         with self._lock:
-            return plain_add_usage(self._open, key, cost, at_us)
+            return plain_add_usage(self.open_slots, key, cost, at_us)
 
     def _close_slot(self, key: Key) -> None:
         # Removed before it is read: `add_usage`, which takes no lock, then adds no more to it.
-        slot = self._open.pop(key, None)
+        slot = self.open_slots.pop(key, None)
         if slot is not None:
             number, _, _, admitted = slot
             self._usage.setdefault(UsageSlot(key.limit, key.identity, number), [0, 0])[0] += admitted

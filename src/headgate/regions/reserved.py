@@ -142,44 +142,63 @@ class HomeState(NamedTuple):
     """When the counter has refilled, or may admit again; by the clock of the own region's store."""
 
 
-class KeyDemand:
-    """The demand on one key since it was last looked at. Counts may miss a few, as threads share them."""
+UNKNOWN: Final = HomeState(0, 0)
+"""Before the first answer."""
 
-    __slots__ = ("denied", "home", "key", "left", "reservation", "spent")
 
-    def __init__(self, key: Key, reservation: Reservation, home: HomeState | None) -> None:
-        self.key, self.reservation, self.home = key, reservation, home
+class KeyDemand(list[int]):
+    """The demand on one key since it was last looked at: a list that compiled code can change. Counts may miss a few,
+    as threads share them.
+
+    Its items are the tokens spent, those left in the pool, those left in the home region and until when, as `HomeState`
+    has them, and the capacity of the limit.
+    """
+
+    __slots__ = ("denied", "key", "reservation")
+
+    def __init__(self, key: Key, reservation: Reservation, home: HomeState) -> None:
+        super().__init__((0, 0, *home, reservation.limit.capacity))
+        self.key, self.reservation = key, reservation
         """The key of the pool."""
-        self.spent = self.denied = 0
-        self.left = 0
+        self.denied = 0
+
+    @property
+    def spent(self) -> int:
+        return self[0]
+
+    @property
+    def left(self) -> int:
         """Tokens in the pool after the last answer."""
+        return self[1]
+
+    def set_home(self, home: HomeState) -> None:
+        self[2:4] = home
 
     def record(self, cost: int, verdict: Verdict, decision: Decision) -> Verdict:
         """Count a request; returns the verdict on the pool, completed by what is known of the home counter."""
         left, retry_us, reset_us, _ = verdict
         if decision[0]:
-            self.spent += cost
+            self[0] += cost
         elif retry_us:  # another limit may have denied it
             self.denied += cost
-        self.left, home = left, self.home
-        if home is not None:
-            # Without `min` and `max`, as this runs on every request.
-            home_left, until_us = home
-            wait_us = until_us - decision[5]
-            if wait_us > reset_us:
-                reset_us = wait_us
-            if not home_left and 0 < retry_us < wait_us:
-                retry_us = wait_us
-            left += home_left
-            if left > self.reservation.limit.quota:
-                left = self.reservation.limit.quota
-        return left, retry_us, reset_us, 0
+        self[1] = left
+        _, _, home_left, until_us, capacity = self
+        wait_us = until_us - decision[5]
+        if not home_left and 0 < retry_us < wait_us:
+            retry_us = wait_us
+        return min(left + home_left, capacity), retry_us, max(reset_us, wait_us), 0
 
 
 class Demand:
     """The demand of this process on reserved keys, for the agent; and what the agent knows of the home counters."""
 
     def __init__(self) -> None:
+        self.keys: dict[Key, KeyDemand] = {}
+        """The demand since the last `take`. Always the same object, as compiled code refers to it."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
         self.wake: Callable[[], Any] = lambda: None
         """Called when a key needs the agent, which has not scheduled it."""
         self.scheduled: Mapping[Key, Any] = {}
@@ -187,12 +206,11 @@ class Demand:
         self.refunds: deque[Refund] = deque(maxlen=MAX_REFUNDS)
         """Refunds to send to the home region."""
         self._home: dict[Key, HomeState] = {}
-        self.keys: dict[Key, KeyDemand] = {}
-        """The demand since the last `take`."""
+        self.keys.clear()
 
     def open(self, key: Key, reservation: Reservation) -> KeyDemand:
         """Begin to count the demand on a key; wakes the agent for one that it does not expect."""
-        demand = self.keys[key] = KeyDemand(key, reservation, self._home.get(key))
+        demand = self.keys[key] = KeyDemand(key, reservation, self._home.get(key, UNKNOWN))
         if key not in self.scheduled:
             self.wake()
         return demand
@@ -210,8 +228,7 @@ class Demand:
 
     def take(self) -> list[KeyDemand]:
         """The demand since the last call."""
-        taken, self.keys = self.keys, {}
-        return list(taken.values())
+        return [self.keys.pop(key) for key in list(self.keys)]
 
     def take_refunds(self) -> list[Refund]:
         return [self.refunds.popleft() for _ in range(min(len(self.refunds), MAX_SENT_REFUNDS))]
@@ -219,7 +236,7 @@ class Demand:
     def set_home(self, key: Key, state: HomeState) -> None:
         self._home[key] = state
         if (demand := self.keys.get(key)) is not None:
-            demand.home = state
+            demand.set_home(state)
 
     def forget(self, key: Key) -> None:
         self._home.pop(key, None)

@@ -54,6 +54,7 @@ class RegionRouter:
         self._reservations: dict[Limit, Reservation] = {}
         self._safe_windows: dict[Key, int] = {}
         """The last period in which this process deposited the safe share of a key."""
+        self._open_slots, self._demands = worker.counter.open_slots, worker.demand.keys
 
     def cost(self, limit: Limit) -> RegionCost:
         """The bound and the latency of a limit over these regions; raises InvalidLimit if they cannot count it."""
@@ -74,7 +75,7 @@ class RegionRouter:
     def own_check(self, check: Check) -> Check:
         """The check on the keys that are counted; the same check if none is translated, or the home region decides
         on one of them."""
-        return translate_check(check, self._counted) or self._translate(check)
+        return translate_check(self._counted, check) or self._translate(check)
 
     def _translate(self, check: Check) -> Check:
         """The same, if a limit is new, or the home region decides on it."""
@@ -82,21 +83,16 @@ class RegionRouter:
             return check
         return replace_fields(check, 0, tuple([self.counted(key) for key in check[0]]))  # type: ignore[no-any-return]
 
+    def finish_known(self, check: Check, counted: Check, decision: Decision) -> Decision | None:
+        """The same as `finish` if the check is admitted and its keys are recorded already; else None."""
+        if finish_check is None:
+            return None
+        return finish_check(self._open_slots, self._demands, check, counted, decision)
+
     def finish(self, check: Check, counted: Check, decision: Decision) -> Decision:
         """The decision of the own region as the caller gets it, after the worker has heard of it."""
         keys = check[0]
         if decision[4] is not None:  # the store has not counted it
-            return replace_fields(decision, 1, keys)  # type: ignore[no-any-return]
-        if len(keys) == 1:
-            # The common case with as few calls as possible, as this runs on every request.
-            mode, key, cost = keys[0][0].region, counted[0][0], check[1]
-            if mode == "reconciled":
-                if not (decision[0] and self.worker.counter.add(key, cost, decision[5])):  # type: ignore[arg-type]
-                    self._record_usage(key, cost, decision)  # type: ignore[arg-type]
-            elif mode == "reserved":
-                demand = self.worker.demand.keys.get(key) or self._open_demand(key)
-                verdict = demand.record(cost, decision[2][0], decision)  # type: ignore[arg-type]
-                return replace_fields(decision, 1, keys, (verdict,))  # type: ignore[no-any-return]
             return replace_fields(decision, 1, keys)  # type: ignore[no-any-return]
         rows = zip(keys, counted.keys, check.costs, decision[2], strict=True)
         verdicts = tuple(
@@ -208,7 +204,7 @@ def plain_replace_fields(record: Any, start: int, *values: Any) -> Any:
     return tuple.__new__(type(record), (*record[:start], *values, *record[start + len(values) :]))
 
 
-def plain_translate_check(check: Check, counted: dict[Limit, Limit]) -> Check | None:
+def plain_translate_check(counted: dict[Limit, Limit], check: Check) -> Check | None:
     """The check on the limits to which `counted` maps those of its keys: the same one if these are the same. None if a
     limit is not in it."""
     keys = []
@@ -222,6 +218,8 @@ def plain_translate_check(check: Check, counted: dict[Limit, Limit]) -> Check | 
 
 
 replace_fields: Final[Callable[..., Any]] = speedups.pick("replace_fields", plain_replace_fields)
+finish_check: Final[Callable[..., Decision | None] | None] = speedups.pick("finish_check")
+"""`RegionRouter.finish` for the common case, given what is recorded by key; None if it is not compiled."""
 translate_check: Final[Callable[..., Check | None]] = speedups.pick("translate_check", plain_translate_check)
 
 

@@ -48,7 +48,7 @@ class RegionWorker:
         runtime: Runtime = SYSTEM,
     ) -> None:
         self.regions, self.interval_s, self.runtime = regions, interval_s, runtime
-        self.counter = AdmissionCounter()
+        self.counter, self.demand = AdmissionCounter(), Demand()
         self._open_client = open_client
         self._is_closed, self._deadline = False, 0.0
         self.reset_after_fork()
@@ -56,7 +56,7 @@ class RegionWorker:
 
     def reset_after_fork(self) -> None:
         """A child has neither the workers nor the clients of its parent."""
-        self.demand = Demand()
+        self.demand.clear()
         self.exchange: RegionExchange | None = None
         self.agent: ReservedAgent | None = None
         self._running: dict[str, tuple[Any, Any]] = {}
