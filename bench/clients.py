@@ -25,7 +25,7 @@ from urllib3 import HTTPResponse
 from urllib3.exceptions import MaxRetryError
 from urllib3.util import Retry
 
-from bench.redis_server import free_port
+from bench.redis_server import free_port, running_redis
 from headgate import Limiter
 from headgate.adapters.wsgi import HeadgateMiddleware
 from headgate.clients import deadline
@@ -193,8 +193,8 @@ def _ask(server: HeadgateMiddleware, result: Result, index: int) -> Reply:
 # ---------------------------------------------------------------- real time
 
 
-def run_processes(kind: str, clients: int, seconds: float) -> Result:
-    """Run processes of one kind against a real server on this machine."""
+def run_processes(kind: str, clients: int, seconds: float, store: str) -> Result:
+    """Run processes of one kind against a real server on this machine, and a store that they may share."""
     port = free_port()
     server = subprocess.Popen([sys.executable, "-m", "bench.clients", "--serve", f"{port}"])
     url = f"http://127.0.0.1:{port}/"
@@ -204,7 +204,7 @@ def run_processes(kind: str, clients: int, seconds: float) -> Result:
         begin, queue = context.Value("d"), context.Queue()
         barrier = context.Barrier(clients, lambda: setattr(begin, "value", time.time() + START_S))
         processes = [
-            context.Process(target=_run_client, args=(kind, url, seconds, barrier, begin, queue), daemon=True)
+            context.Process(target=_run_client, args=(kind, url, seconds, store, barrier, begin, queue), daemon=True)
             for _ in range(clients)
         ]
         for process in processes:
@@ -249,7 +249,7 @@ def _serve(port: int) -> None:
     uvicorn.run(Middleware(app, policy), port=port, log_level="error", lifespan="off")
 
 
-def _run_client(kind: str, url: str, seconds: float, barrier: Any, begin: Any, queue: Any) -> None:
+def _run_client(kind: str, url: str, seconds: float, store: str, barrier: Any, begin: Any, queue: Any) -> None:
     """Send requests for so long from a common instant on, and report the counts."""
     counts, until = {"admitted": 0, "rejected": 0}, inf
 
@@ -261,11 +261,13 @@ def _run_client(kind: str, url: str, seconds: float, barrier: Any, begin: Any, q
             return response
 
     plain = CountingTransport()
-    client = httpx.Client(transport=RateLimitTransport(plain) if kind == KINDS[0] else plain, timeout=30)
+    is_polite = kind in KINDS[:2]
+    shared = Limiter(store) if kind == KINDS[1] else None
+    client = httpx.Client(transport=RateLimitTransport(plain, shared=shared) if is_polite else plain, timeout=30)
     barrier.wait()
     time.sleep(max(0.0, begin.value - time.time()))
     until = begin.value + seconds
-    if kind == KINDS[0]:
+    if is_polite:
         with deadline(until - time.time()), suppress(WaitTooLong):  # a wait beyond the end is not waited for
             while time.time() < until:
                 client.get(url)
@@ -296,8 +298,9 @@ def main() -> None:
     else:
         if options.real_seconds:
             print(f"50 processes, for {options.real_seconds:.0f} s:\n\n{HEADER}")
-            for kind in (KINDS[0], *KINDS[2:]):
-                print(run_processes(kind, 50, options.real_seconds).row(), flush=True)
+            with running_redis() as store:
+                for kind in KINDS:
+                    print(run_processes(kind, 50, options.real_seconds, store).row(), flush=True)
         print(f"\n1,000 simulated clients, started within a minute, for {options.seconds:.0f} s:\n\n{HEADER}")
         for kind in KINDS:
             print(simulate(kind, 1000, options.seconds, start_within=60).row(), flush=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from bench.clients import KINDS, simulate
 
+from headgate.clients import Quota
+from headgate.clients.pacing import QuotaPacer
+
 POLITE, SHARED, URLLIB3, NAIVE = KINDS
 
 
@@ -32,6 +35,19 @@ def test_many_clients_settle() -> None:
     result = simulate(POLITE, 200, 40, start_within=20)
     assert result.used >= 0.9
     assert result.rejection_rate < 0.05
+
+
+def test_a_response_changes_the_time_of_the_next_request() -> None:
+    """Otherwise clients that send rarely react to what the last but one response said, and overshoot together."""
+
+    def next_at(remaining: int) -> float:
+        pacer = QuotaPacer(random=lambda: 0.5)
+        for number, left in enumerate((100, 60, remaining)):
+            pacer.take(10.0 * number)
+            pacer.learn(Quota(None, 100, left, 1, 1), 10.0 * number + 0.1)
+        return pacer.next_at(20.1)
+
+    assert next_at(5) > next_at(50) > next_at(95)
 
 
 @pytest.mark.parametrize("kind", [URLLIB3, NAIVE])

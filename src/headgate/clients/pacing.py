@@ -30,8 +30,8 @@ __all__ = ["QuotaPacer"]
 
 SETPOINT: Final = 0.5
 """The part of a quota that is kept as a reserve against the unknown use by others."""
-CORRECTION: Final = 4.0
-"""The time in own intervals in which a deviation from the setpoint is corrected; 4 is critical damping."""
+CORRECTION: Final = 2.5
+"""The time in own intervals in which a deviation from the setpoint is corrected."""
 MIN_SAMPLE_S: Final = 0.25
 """The shortest time from which a share is estimated; shorter ones count too few requests."""
 SMOOTHING: Final = 0.5  # weight of a new estimate
@@ -166,6 +166,8 @@ class QuotaPacer:
             self._is_continuous = True
         if not is_rejection:
             self._estimate_share(left, now, is_new_window=now >= until)
+            if in_flight == 0 and self._slot > -inf:  # what was planned when it was sent is outdated
+                self._next_at = self._slot + self._interval(now)
 
     def _estimate_share(self, left: int, now: float, *, is_new_window: bool) -> None:
         elapsed, refill = now - self._sample_at, self._refill_rate()
