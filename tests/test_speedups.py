@@ -120,8 +120,8 @@ def test_checks_are_translated_as_in_python(kinds: list[str], kind: type[Check],
     counted = {limits["same"]: limits["same"], limits["other"]: Limit(2, MINUTE, name="other")}
     keys = tuple(limits[name].by(data.draw(st.sampled_from(["ada", "bob"]))) for name in kinds)
     check = kind(keys, data.draw(st.integers(0, 3)), data.draw(st.none() | st.just("id")))
-    native = import_module("headgate._native").translate_check(counted, check)
-    python = routing.plain_translate_check(counted, check)
+    native = import_module("headgate._native").translate_check(check, counted)
+    python = routing.plain_translate_check(check, counted)
     assert native == python
     assert type(native) is type(python)
     if python is None:
@@ -132,12 +132,12 @@ def test_checks_are_translated_as_in_python(kinds: list[str], kind: type[Check],
 
 
 def test_translating_what_is_no_check_is_an_error(native: Any) -> None:
-    for args in ((), ({},), ([], Check((), 1)), ({}, []), ({}, KEY)):
+    for args in ((), (Check((), 1),), (Check((), 1), []), ([], {}), (KEY, {})):
         with pytest.raises(TypeError):
             native.translate_check(*args)
     with pytest.raises(TypeError, match="unhashable"):
-        native.translate_check({}, Check((([], (), ""),), 1))  # type: ignore[arg-type]
-    assert native.translate_check({}, Check(("ada",), 1)) is None  # type: ignore[arg-type]
+        native.translate_check(Check((([], (), ""),), 1), {})  # type: ignore[arg-type]
+    assert native.translate_check(Check(("ada",), 1), {}) is None  # type: ignore[arg-type]
 
 
 @settings(max_examples=100)

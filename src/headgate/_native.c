@@ -690,7 +690,7 @@ static PyObject *replace_fields(PyObject *Py_UNUSED(self), PyObject *const *args
 }
 
 PyDoc_STRVAR(translate_check_doc,
-             "translate_check(counted, check, /)\n--\n\n"
+             "translate_check(check, counted, /)\n--\n\n"
              "Return the check on the limits to which a dict maps those of its keys. Return None if one is not in it.");
 
 /* A copy of a named tuple with another first field, to which it takes the reference; NULL with an exception. */
@@ -709,11 +709,11 @@ static PyObject *with_first(PyObject *record, PyObject *first) {
 }
 
 static PyObject *translate_check(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2 || !PyDict_Check(args[0]) || !is_check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "expected translate_check(counted: dict, check: Check)");
+    if (nargs != 2 || !is_check(args[0]) || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "expected translate_check(check: Check, counted: dict)");
         return NULL;
     }
-    PyObject *check = args[1], *keys = PyTuple_GET_ITEM(check, CHECK_KEYS);
+    PyObject *check = args[0], *keys = PyTuple_GET_ITEM(check, CHECK_KEYS);
     Py_ssize_t size = PyTuple_GET_SIZE(keys);
     PyObject *translated = PyTuple_New(size);
     bool has_changed = false;
@@ -721,7 +721,7 @@ static PyObject *translate_check(PyObject *Py_UNUSED(self), PyObject *const *arg
         PyObject *key = PyTuple_GET_ITEM(keys, index);
         bool is_key = PyTuple_Check(key) && PyTuple_GET_SIZE(key) == KEY_FIELDS;
         PyObject *limit = is_key ? PyTuple_GET_ITEM(key, KEY_LIMIT) : NULL;
-        PyObject *counted = is_key ? PyDict_GetItemWithError(args[0], limit) : NULL;
+        PyObject *counted = is_key ? PyDict_GetItemWithError(args[1], limit) : NULL;
         if (counted == NULL) {
             Py_DECREF(translated);
             return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);

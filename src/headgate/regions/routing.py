@@ -75,7 +75,7 @@ class RegionRouter:
     def own_check(self, check: Check) -> Check:
         """The check on the keys that are counted; the same check if none is translated, or the home region decides
         on one of them."""
-        return translate_check(self._counted, check) or self._translate(check)
+        return translate_check(check, self._counted) or self._translate(check)
 
     def _translate(self, check: Check) -> Check:
         """The same, if a limit is new, or the home region decides on it."""
@@ -204,7 +204,7 @@ def plain_replace_fields(record: Any, start: int, *values: Any) -> Any:
     return tuple.__new__(type(record), (*record[:start], *values, *record[start + len(values) :]))
 
 
-def plain_translate_check(counted: dict[Limit, Limit], check: Check) -> Check | None:
+def plain_translate_check(check: Check, counted: dict[Limit, Limit]) -> Check | None:
     """The check on the limits to which `counted` maps those of its keys: the same one if these are the same. None if a
     limit is not in it."""
     keys = []
