@@ -381,7 +381,7 @@ static PyObject *charge(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 PyDoc_STRVAR(admit_doc,
              "admit(meters, keys, cost, now_ns, floors, is_busy, /)\n--\n\n"
              "Charge all keys, and return True, if at least so much as `floors` would be left of each.\n\n"
-             "Return False, with nothing changed, in all other cases, among them those in which `charge` returns None.");
+             "Return False, with nothing changed, in all other cases, also those in which `charge` returns None.");
 
 static PyObject *admit(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 6 || !PyDict_Check(args[0]) || !PyTuple_Check(args[1]) || !PyTuple_Check(args[4])) {
