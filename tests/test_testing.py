@@ -268,7 +268,7 @@ def test_request_without_limits_is_allowed_and_says_so() -> None:
     with isolated_limits() as limits:
         ask(Gate(read("limits: [{path: /login, by: ip, bucket: 1/day}]")), "GET", "/")
         limits.assert_allowed()
-        assert str(limits.decisions[-1]) == "GET / was allowed: it meets no limit"
+        assert str(limits.decisions[-1]) == "GET / was allowed: no limit applies to it"
 
 
 @pytest.mark.parametrize("instant", [-1, 2**52, 1.5, True, "0"])

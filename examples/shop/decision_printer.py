@@ -43,7 +43,7 @@ def line(request: RequestInfo, admission: Admission, now: datetime) -> str:
         who, tier = _who(resolution), resolution.tier or "-"
     if decision is not None and resolution is not None and not _is_unknown(admission):
         tightest = min(decision.outcomes, key=lambda outcome: outcome.remaining / outcome.limit.capacity)
-        cost = f"cost {next(met.cost for met in resolution.applied_limits if met.key == tightest.key)}"
+        cost = f"cost {next(each.cost for each in resolution.applied_limits if each.key == tightest.key)}"
         left = f"{tightest.remaining:>5} left of {tightest.limit.name}"
     if sys.stdout.isatty() and shutil.get_terminal_size().columns < WIDEST:
         return f"{answer} {f'{method} {path}':<14} {who:<11} {left}".rstrip()
@@ -65,7 +65,7 @@ def _answer(admission: Admission) -> tuple[str, str]:
         return f"{refusal.status} {why}", RED
     if decision is not None and decision.degraded is not None:
         return "allowed, store is away", YELLOW
-    watched = [shadow.met.rule.name for shadow in admission.shadows if not shadow.decision.allowed]
+    watched = [shadow.applied.rule.name for shadow in admission.shadows if not shadow.decision.allowed]
     return (f"allowed, not by {watched[0]}", YELLOW) if watched else ("allowed", GREEN)
 
 

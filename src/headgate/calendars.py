@@ -15,11 +15,11 @@ from functools import lru_cache, partial
 from typing import Any, Final
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
+from headgate.clock import DAY_US, EPOCH
 from headgate.errors import InvalidLimit
 
 __all__ = ["UNITS", "Calendar", "EdgeText"]
 
-DAY_US: Final = 86_400 * 1_000_000
 UNITS: Final = {"day": DAY_US, "week": 7 * DAY_US, "month": 31 * DAY_US, "year": 366 * DAY_US}
 """The units, and the longest of each without a change of the clocks."""
 
@@ -30,7 +30,6 @@ MAX_ADJUSTMENT_US: Final = DAY_US
 CLOCK_TOLERANCE_US: Final = DAY_US
 """Difference between the clocks of a client and of a store up to which the edges that the client sends are enough."""
 
-_EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICROSECOND: Final = datetime.timedelta(microseconds=1)
 _LEAP_YEAR: Final = 2000
 _FIRST_STARTS: Final = {"day": None, "week": 1, "month": 1, "year": "01-01"}
@@ -164,7 +163,7 @@ class Calendar:
 
     def _index(self, at_us: int) -> int:
         """The number of the period that contains an instant."""
-        date = (_EPOCH + at_us * _MICROSECOND).astimezone(self._zone).date()
+        date = (EPOCH + at_us * _MICROSECOND).astimezone(self._zone).date()
         if self.unit == "day":
             index = date.toordinal()
         elif self.unit == "week":
@@ -199,7 +198,7 @@ def _first_instant_us(zone: datetime.tzinfo, ordinal: int) -> int:
     """The first instant of a local day."""
     midnight = datetime.datetime.fromordinal(ordinal)
     earlier_us, later_us = [
-        (midnight - offset - _EPOCH.replace(tzinfo=None)) // _MICROSECOND
+        (midnight - offset - EPOCH.replace(tzinfo=None)) // _MICROSECOND
         for fold in (0, 1)
         if (offset := midnight.replace(tzinfo=zone, fold=fold).utcoffset()) is not None
     ]
@@ -209,7 +208,7 @@ def _first_instant_us(zone: datetime.tzinfo, ordinal: int) -> int:
     low, high = later_us // 1_000_000, -(-earlier_us // 1_000_000)
     while high - low > 1:
         middle = (low + high) // 2
-        local = (_EPOCH + datetime.timedelta(seconds=middle)).astimezone(zone).replace(tzinfo=None)
+        local = (EPOCH + datetime.timedelta(seconds=middle)).astimezone(zone).replace(tzinfo=None)
         low, high = (low, middle) if local >= midnight else (middle, high)
     return high * 1_000_000
 

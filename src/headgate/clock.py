@@ -1,14 +1,20 @@
-"""Clocks: whole microseconds since the epoch."""
+"""Clocks: whole microseconds since the epoch, and units of that."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Clock", "SystemClock", "in_ns"]
+__all__ = ["DAY_US", "EPOCH", "MINUTE_US", "SECOND_US", "Clock", "SystemClock", "in_ns"]
+
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+SECOND_US: Final = 1_000_000
+MINUTE_US: Final = 60 * SECOND_US
+DAY_US: Final = 86_400 * SECOND_US
 
 
 class Clock(Protocol):

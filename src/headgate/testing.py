@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from headgate.clock import DAY_US
 from headgate.errors import InvalidInput
 from headgate.limiter import AsyncLimiter, Limiter, creation_hooks, limiters
 from headgate.stores.memory import MemoryStore
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     Undo: TypeAlias = Callable[[], object]
 
 __all__ = ["FakeClock", "FakeRequest", "IsolatedLimits", "RecordedRequest", "isolated_limits", "limits_off"]
-
-DAY_US: Final = 86_400_000_000
 
 
 @contextmanager
@@ -143,11 +142,11 @@ class RecordedRequest(NamedTuple):
     @property
     def would_be_denied_by(self) -> tuple[str, ...]:
         """The names of the limits with `shadow: true` that would have denied it."""
-        return tuple(shadow.met.rule.name for shadow in self.admission.shadows if not shadow.decision.allowed)
+        return tuple(shadow.applied.rule.name for shadow in self.admission.shadows if not shadow.decision.allowed)
 
     def __str__(self) -> str:
         decision = self.admission.decision
-        undecided = "blocked" if self.blocked else "allowed: it meets no limit"
+        undecided = "blocked" if self.blocked else "allowed: no limit applies to it"
         return f"{self.method} {self.path} was {undecided if decision is None else decision.reason}"
 
 
@@ -260,7 +259,7 @@ class IsolatedLimits:
 
 
 class FakeClock:
-    """A clock that moves only when told to; give it to a limiter on any store and nothing has to sleep.
+    """A clock that only `advance` and `set_us` move; give it to a limiter on any store and nothing has to sleep.
 
     >>> from datetime import timedelta
     >>> from headgate import Limit, Limiter

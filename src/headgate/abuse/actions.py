@@ -31,12 +31,12 @@ logger = logging.getLogger("headgate")
 MAX_PENDING: Final = 20_000
 """Findings that wait to be applied; more are dropped, as they will be found again."""
 MAX_RECORDS: Final = 100_000
-"""Clients with restrictions on one node. With more, nobody else is restricted until some have ended."""
+"""Clients with restrictions on one node. With more, no others are restricted until some have ended."""
 BATCH_SIZE: Final = 500
 MAX_ATTEMPTS: Final = 5
 """Attempts at a change while other nodes change the same record."""
 UNKNOWN_CLIENTS: Final = ("global", "endpoint", "agent", "asn")
-"""Groups that are no client."""
+"""Kinds of groups that do not identify a client."""
 
 
 class ClientAction(NamedTuple):

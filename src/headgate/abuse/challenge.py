@@ -17,6 +17,8 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Final
 
+from headgate.clock import SECOND_US
+
 if TYPE_CHECKING:
     from headgate.local.restrictions import Restriction
 
@@ -34,7 +36,6 @@ __all__ = [
 COOKIE: Final = "headgate_challenge"
 COOKIE_LIFETIME_S: Final = 3600
 """The longest time that a solution is good for."""
-SECOND_US: Final = 1_000_000
 BY_APP: Final = 0
 """The difficulty of tokens that the app has issued: they need no solution."""
 MAX_COOKIES: Final = 8

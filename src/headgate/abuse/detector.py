@@ -298,9 +298,9 @@ class GroupTable:
 
 
 class MemberTable(GroupTable):
-    """The addresses in groups that are no client, such as all with one user agent: a record each.
+    """The addresses in groups that do not identify a client, such as all with one user agent: a record each.
 
-    An address is found if `each` holds for it, and for as many others of its group as `when` says.
+    An address is found if `each` applies to it, and for as many others of its group as `when` says.
     """
 
     max_records = MAX_MEMBERS

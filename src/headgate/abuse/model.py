@@ -28,7 +28,7 @@ SHARE_SIGNALS: Final = ("refused", "missing", "limited", "regular")
 follow the one before of their address after the same interval."""
 
 ADDRESS_GROUPS: Final = ("agent", "asn", "endpoint", "global")
-"""The groups that are no client: what is found in them are the addresses that have taken part."""
+"""Kinds of groups that do not identify a client: in them, the addresses that took part are found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class ActionStep:
 
 @dataclass(frozen=True, slots=True)
 class AbuseScenario:
-    """A kind of attack: the requests to look at, the signal that tells it, and the steps against those found."""
+    """A kind of attack: the requests to look at, the signal that reveals it, and the steps against those found."""
 
     name: str
     by: str
@@ -89,7 +89,7 @@ class AbuseScenario:
     status: Callable[[int], bool] | None = None
     """A condition on the response status: only requests that are answered so are counted."""
     each: tuple[Threshold, ...] = ()
-    """Of the addresses in a group that is no client, only those for which these hold are counted and found."""
+    """Only the addresses to which these apply are counted and found, in a group that does not identify a client."""
     account: str = "account"
     """The kind of identity that `accounts` counts; that of requests without one is the user, or the API key."""
     shadow: bool = False

@@ -147,7 +147,7 @@ class GroupRecord:
 class SeenAddresses:
     """The addresses of the last hour or so, in two bit tables of half an hour each.
 
-    For an hour after the first request nobody is new, as those who were there before are not known.
+    For an hour after the first request no address is new, as earlier ones are not known.
     """
 
     __slots__ = ("_generations", "_hashes", "_ready_us", "_turn_us")

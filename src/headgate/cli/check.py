@@ -202,7 +202,7 @@ def _with_lists(report: CheckReport) -> CheckReport:
         if status.error is not None:
             problems.append(CheckProblem(f"list {status.name}: {status.error}; {stays}", is_warning=True))
         elif status.invalid:
-            message = f"list {status.name}: {status.invalid:,} of its entries are no networks and are skipped"
+            message = f"list {status.name}: {status.invalid:,} of its entries are not networks and are skipped"
             problems.append(CheckProblem(message, is_warning=True))
     return replace(report, problems=(*report.problems, *problems))
 

@@ -20,13 +20,14 @@ from headgate.bounds import fair_share_wait
 from headgate.cli.check import check_file, print_problems
 from headgate.cli.options import JSON, POLICY_FILE, SECRET_FILE, option, read_secret
 from headgate.cli.terminal import GREEN, RED, YELLOW, Terminal, table, titled_table
+from headgate.clock import EPOCH
 from headgate.errors import InvalidInput
 from headgate.limits import FairLimit
 from headgate.policy import scalars
 from headgate.policy.addresses import UNKNOWN, Addresses, Networks, canonical
 from headgate.policy.api_keys import ApiKeyHasher
 from headgate.policy.lists.list_watcher import stored_lists
-from headgate.policy.model import ADDRESSES, EPOCH, LIST, Block, Identity, Override, Policy, Rule
+from headgate.policy.model import ADDRESSES, LIST, Block, Identity, Override, Policy, Rule
 from headgate.policy.region_settings import RegionTerms, region_terms
 from headgate.policy.routes import Matcher, decode_path, normalize_method
 from headgate.policy.rule_bounds import rule_bounds
@@ -277,12 +278,12 @@ def explain(policy: Policy, request: HypotheticalRequest) -> Explanation:
     # Like a gate: an exempt route skips everything, and a block skips all limits.
     block = None if plan.is_exempt else resolution.block
     is_counted = not plan.is_exempt and block is None
-    met = (*resolution.applied_limits, *resolution.shadows, *resolution.message_limits) if is_counted else ()
+    applied = _counted(resolution) if is_counted else ()
     left_out = (*_skipped_rules(resolution), *_skipped_overrides(policy, resolution, request)) if is_counted else ()
     method = normalize_method(request.method)
     has_regions = bool(policy.region_limits) or (policy.regions is not None and bool(policy.regions.stores))
     limits = []
-    for each in met:
+    for each in applied:
         rule, why = each.rule, tuple(_reasons(each, resolution, request))
         by, key = "+".join(rule.by) or "global", each.key
         terms = region_terms(key.limit, policy.regions) if has_regions else None
@@ -351,20 +352,25 @@ def _senders(request: HypotheticalRequest) -> Iterator[str]:
     yield from (f"{kind} {value}" for kind, value in others.items())
 
 
-def _reasons(met: AppliedLimit, resolution: Resolution, request: HypotheticalRequest) -> Iterator[str]:
-    rule = met.rule
+def _counted(resolution: Resolution) -> tuple[AppliedLimit, ...]:
+    """The limits that count a request or its messages, with those that are not enforced."""
+    return (*resolution.applied_limits, *resolution.shadows, *resolution.message_limits)
+
+
+def _reasons(applied: AppliedLimit, resolution: Resolution, request: HypotheticalRequest) -> Iterator[str]:
+    rule = applied.rule
     if rule.net_of is not None:
         base = next(each for each in resolution.applied_limits if each.rule.name == rule.net_of)
-        factor = met.key.limit.quota // base.key.limit.quota
+        factor = applied.key.limit.quota // base.key.limit.quota
         yield f"unknown API key: also counted by address, at {factor} times {rule.net_of}"
         return
     yield _where(rule, resolution.route.route_class, request.path)
-    if isinstance(met.origin, Override):
-        yield f"override{_terms(met.origin)}"
-    elif met.origin is not None:
-        yield f"tier {met.origin}"
-    if met.lacks is not None:
-        yield f"no {met.lacks}: counted by address"
+    if isinstance(applied.origin, Override):
+        yield f"override{_terms(applied.origin)}"
+    elif applied.origin is not None:
+        yield f"tier {applied.origin}"
+    if applied.lacks is not None:
+        yield f"no {applied.lacks}: counted by address"
     if not rule.counts_requests:
         which = "" if rule.direction == "both" else f" {rule.direction}"
         yield f"counts {rule.counts}{which}: over it, they {EXCESS[rule.on_excess]}"
@@ -382,8 +388,8 @@ def _reasons(met: AppliedLimit, resolution: Resolution, request: HypotheticalReq
         regions = resolution.route.policy.regions
         is_plain = regions is not None and regions.identities == "plain"
         yield f"other regions know the client {'in plain text' if is_plain else 'by a keyed hash'}"
-    if isinstance(met.key.limit, FairLimit):
-        yield from _share(met.key)
+    if isinstance(applied.key.limit, FairLimit):
+        yield from _share(applied.key)
     if rule.shadow:
         yield "shadow: never rejects"
 
@@ -418,10 +424,9 @@ def _terms(entry: Override | Block) -> str:
 
 def _skipped_rules(resolution: Resolution) -> Iterator[SkippedLimit]:
     who, tier, plan = resolution.who, resolution.tier, resolution.route
-    applied = (*resolution.applied_limits, *resolution.shadows, *resolution.message_limits)
-    met = {each.rule.name: each.rule for each in applied}
+    applied = {each.rule.name: each.rule for each in _counted(resolution)}
     candidates = (*plan.rules, *plan.shadows, *plan.message_rules)
-    for rule in [each.rule for each in candidates if each.rule.name not in met]:
+    for rule in [each.rule for each in candidates if each.rule.name not in applied]:
         if rule.limit is None and tier not in rule.tiers:
             tiers = f"tier{'s' if len(rule.tiers) > 1 else ''} {', '.join(rule.tiers)}"
             yield SkippedLimit(rule.name, f"only for {tiers}; this client has {f'tier {tier}' if tier else 'no tier'}")
@@ -433,16 +438,15 @@ def _skipped_rules(resolution: Resolution) -> Iterator[SkippedLimit]:
         if rule.missing == "skip":
             yield SkippedLimit(rule.name, f"no {lacks}, and the limit has missing: skip")
         else:
-            other = next(name for name, each in met.items() if set(each.by) & set(ADDRESSES) and not each.shadow)
+            other = next(name for name, each in applied.items() if set(each.by) & set(ADDRESSES) and not each.shadow)
             yield SkippedLimit(rule.name, f"no {lacks}, and {other} counts by address")
 
 
 def _skipped_overrides(policy: Policy, resolution: Resolution, request: HypotheticalRequest) -> Iterator[SkippedLimit]:
     """Overrides of this client that do not apply."""
-    applied = (*resolution.applied_limits, *resolution.shadows, *resolution.message_limits)
-    met = {each.rule.name: each.origin for each in applied}
+    applied = {each.rule.name: each.origin for each in _counted(resolution)}
     for override in policy.overrides:
-        if override.rule not in met or override is met[override.rule] or not request.matches(override.identity):
+        if override.rule not in applied or override is applied[override.rule] or not request.matches(override.identity):
             continue
         why_not = _why_not(override, resolution, request.at)
         yield SkippedLimit(override.rule, f"the override for {request.describe(override.identity)} {why_not}")

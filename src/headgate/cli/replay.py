@@ -74,7 +74,7 @@ OPTIONS = (
         default=[],
         help='exit with 1 if it holds, as in "rejected.pro > 0.1%%"; may be repeated',
     ),
-    option("--obey-retry-after", action="store_true", help="model clients that wait as rejections tell them"),
+    option("--obey-retry-after", action="store_true", help="model clients that wait as long as Retry-After says"),
     option("--all-clients", action="store_true", help="list all clients, not only the most rejected ones"),
     option("--html", metavar="FILE", help="also write a report with plots"),
     option("--markdown", action="store_true", help="print a summary for pull requests"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Final
 
+from headgate._pace import gc_paused
 from headgate.cli.check import EXIT_UNREADABLE
 from headgate.cli.options import JSON, option
 from headgate.cli.progress import ProgressLine
@@ -19,7 +20,6 @@ from headgate.cli.replay import LOG_OPTIONS, log_options, read_policy
 from headgate.cli.terminal import YELLOW, bar, sparkline, titled_table
 from headgate.replay.goals import parse_goals
 from headgate.replay.markdown import share
-from headgate.replay.run import without_garbage_collection
 from headgate.replay.suggest import SuggestionRun
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
         policy = read_policy(arguments.policy, err)
         if policy is None:
             return EXIT_UNREADABLE
-    with ProgressLine(err, "reading") as progress, without_garbage_collection():
+    with ProgressLine(err, "reading") as progress, gc_paused():
         found = SuggestionRun(goals, log_options(arguments), policy, arguments.by, progress.update).run()
     if arguments.json:
         out.print(json.dumps(found.as_dict(), indent=2))

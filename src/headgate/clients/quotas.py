@@ -106,7 +106,7 @@ _RELEVANT: Final = re.compile(
 def _relevant_fields(headers: HeaderSource) -> dict[str, str]:
     """The fields that matter here, by name in lower case; several lines of a name are joined, as HTTP defines it."""
     fields: dict[str, str] = {}
-    items = getattr(headers, "items", None)  # http.client's headers are no Mapping
+    items = getattr(headers, "items", None)  # http.client's headers are not a Mapping
     lines = headers if items is None else items()
     for name, value in islice(lines, MAX_LINES):
         key, text = _text(name).lower(), _text(value)

@@ -139,7 +139,7 @@ class Scope:
 
 
 def _key(quota: Quota) -> Hashable:
-    """Quotas without a name are told apart by their size."""
+    """Quotas without a name are distinguished by their size."""
     return (quota.name, quota.partition, quota.unit, quota.limit if quota.name is None else None)
 
 

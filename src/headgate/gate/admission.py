@@ -62,7 +62,7 @@ class RequestInfo(Protocol):
 class Shadow(NamedTuple):
     """The decision of a limit with `shadow: true`, which is evaluated but not enforced."""
 
-    met: AppliedLimit
+    applied: AppliedLimit
     decision: Decision
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from headgate.abuse.challenge import BY_APP, COOKIE, COOKIE_LIFETIME_S, Challenge, ChallengeSigner, challenge_page
+from headgate.clock import SECOND_US
 from headgate.policy.snapshot import OTHER_API_KEYS
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ActionCounts", "ChallengeOutcome", "ClientActions", "ClientState"]
 
-SECOND_US: Final = 1_000_000
 SAFE_METHODS: Final = ("GET", "HEAD", "OPTIONS")
 
 

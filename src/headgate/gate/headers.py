@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from headgate import speedups
 from headgate.algorithms import NEVER
+from headgate.clock import SECOND_US
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +19,6 @@ __all__ = ["LARGEST", "SECOND_US", "Header", "Pace", "PlainRateLimitHeaders", "R
 
 Header: TypeAlias = tuple[bytes, bytes]
 
-SECOND_US: Final = 1_000_000
 LARGEST: Final = 999_999_999_999_999
 """The largest integer in a structured field (RFC 9651); quotas can be larger."""
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["PASSED", "Direction", "MessageCounts", "MessageMeter", "MessageVerdict"]
 
 MAX_WAIT_S: Final = 60.0
-"""A connection is closed if a part of a message would have to wait longer: nobody may be there any more."""
+"""A connection is closed if a part of a message would have to wait longer: its client may be gone."""
 PARTS: Final = 8
 """The part of a limit that a message takes at once while it waits: a whole limit may never be free at once, if other
 connections of the client use it."""
@@ -45,7 +45,7 @@ PASSED: Final = MessageVerdict("pass")
 class MessageMeter:
     """The limits on the messages of one connection. Its driver runs `charge_in_steps` before it passes a message on."""
 
-    __slots__ = ("_counts", "_engine", "_failure_policy", "_limits", "directions")
+    __slots__ = ("_counts", "_engine", "_failure_policy", "_limits")
 
     def __init__(
         self, limits: Sequence[AppliedLimit], engine: Any, failure_policy: FailurePolicy, counts: MessageCounts
@@ -55,12 +55,6 @@ class MessageMeter:
         self._engine = engine
         self._failure_policy = failure_policy
         self._counts = counts
-        self.directions = frozenset(
-            direction
-            for each in limits
-            for direction in (("received", "sent") if each.rule.direction == "both" else (each.rule.direction,))
-        )
-        """The directions in which a limit applies."""
 
     def charge_in_steps(
         self, direction: Direction, messages: int, size: int, *, can_end: bool = True

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from headgate.abuse.challenge import page_policy
 from headgate.algorithms import NEVER
+from headgate.clock import SECOND_US
 from headgate.errors import InvalidConfiguration
-from headgate.gate.headers import LARGEST, SECOND_US, Header, Pace, RateLimitHeaders, SeparateFields
+from headgate.gate.headers import LARGEST, Header, Pace, RateLimitHeaders, SeparateFields
 from headgate.policy.model import NET_SUFFIX
 
 if TYPE_CHECKING:

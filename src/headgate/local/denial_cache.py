@@ -82,7 +82,7 @@ class DenialCache:
         self._min_denials = min_denials
         """0 to cache a request also when the answer that allows it says that the next one is denied."""
         self._is_refund_announced = is_refund_announced
-        """Called with a cost and a limit: True if this process hears of every refund after which that cost passes."""
+        """Called with a cost and a limit: True if this process receives every refund after which that cost passes."""
         self._runtime = runtime
         self.max_entries = max_entries
         self.hits = 0

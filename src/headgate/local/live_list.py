@@ -44,7 +44,7 @@ class LiveList(Generic[E]):
     """Entries of clients, found with one lookup per identity of a request, or per prefix length of an address.
 
     `make` creates an entry from its kind, its value in canonical spelling, and the other fields. It raises
-    InvalidInput for fields that are no entry.
+    InvalidInput for fields that do not describe an entry.
     """
 
     __slots__ = (

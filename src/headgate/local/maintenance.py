@@ -283,7 +283,7 @@ class MaintenanceThread:
             if node in primaries:
                 self._settle()
                 self._store.preconnect(node, wait=PRECONNECT_TIMEOUT_S)
-                if self.is_closed:  # in the meantime, so that no one else closes the connection
+                if self.is_closed:  # in the meantime, so that nothing else closes the connection
                     self._store.drop_preconnected(node)
             else:
                 server, others = self._store.address(node), ", ".join(map(self._store.address, primaries))

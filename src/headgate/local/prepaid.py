@@ -157,7 +157,7 @@ class PrepaidCounter:
         self._set_batches(sorted([*self._batches(), *batches], key=lambda batch: batch.expires_us))
 
     def discard(self) -> None:
-        """Drop all tokens without a refund: the counter was reset, and the store knows nothing of them any more."""
+        """Drop all tokens without a refund: the counter was reset, and the store has no record of them."""
         self.expired.clear()
         self._set_batches([])
 

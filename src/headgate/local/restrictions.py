@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
+from headgate.clock import DAY_US, SECOND_US
 from headgate.limits import EXACT
 from headgate.local.live_list import LiveList
 
@@ -32,8 +33,6 @@ MAX_DIFFICULTY: Final = 24
 """Leading zero bits of a proof of work: 16 million hashes on average, half a minute of a phone."""
 MAX_SCENARIOS: Final = 100
 MAX_TEXT: Final = 1_000
-SECOND_US: Final = 1_000_000
-DAY_US: Final = 86_400 * SECOND_US
 
 
 @dataclass(frozen=True, slots=True)

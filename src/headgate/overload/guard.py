@@ -42,8 +42,8 @@ class Guard:
     Calls in progress are limited. The limit follows latency: it rises while latency is as low as without a queue, and
     falls when calls begin to wait. `minimum` and `maximum` bound it; if they are equal, it is fixed. `tolerance` is the
     latency that is accepted, as a multiple of that without a queue. A call that raises one of `drops` lowers the limit;
-    the latency of calls that raise anything else is ignored. `retry_after` is what `Overloaded` tells clients, in
-    seconds. See docs/overload.md.
+    the latency of calls that raise anything else is ignored. `retry_after` is that of `Overloaded`, in seconds. See
+    docs/overload.md.
     """
 
     def __init__(

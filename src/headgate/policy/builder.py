@@ -251,7 +251,7 @@ class Builder:
             entry.report(identity.kind, message)
             return None
         if route_class is not None and draft not in self._rules_of_class(route_class):
-            entry.report("class", f"limit {name!r} meets no route of class {route_class!r}; leave class out")
+            entry.report("class", f"limit {name!r} applies to no route of class {route_class!r}; leave class out")
             return None
         return draft
 
@@ -272,8 +272,8 @@ class Builder:
     def _rules_of_class(self, route_class: str) -> list[RuleDraft]:
         if route_class not in self._rules_by_class:
             routes = [route for route, _ in self._routes if route.route_class == route_class]
-            met = [self._rule_matcher.find(route.template, route.methods, route_class) for route in routes]
-            self._rules_by_class[route_class] = list(dict.fromkeys(draft for drafts in met for draft in drafts))
+            applied = [self._rule_matcher.find(route.template, route.methods, route_class) for route in routes]
+            self._rules_by_class[route_class] = list(dict.fromkeys(draft for drafts in applied for draft in drafts))
         return self._rules_by_class[route_class]
 
     def _blocked(self) -> tuple[model.Block, ...]:

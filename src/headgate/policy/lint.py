@@ -116,11 +116,11 @@ def check_unknown_keys(
         kind = next((kind for kind in ("api_key", "client") if kind in draft.by), None)
         if kind is None or draft.entry.get("shadow") or draft.counts != "requests":
             continue
-        met: list[tuple[Template, str | None]] = [
+        places: list[tuple[Template, str | None]] = [
             *((template, None) for template in draft.templates),
             *((route.template, name) for name in draft.classes for route in by_class[name]),
         ]
-        for template, route_class in met or [(EVERYWHERE, None)]:
+        for template, route_class in places or [(EVERYWHERE, None)]:
             found = matcher.find(template, draft.methods, route_class)
             covering = [each for each in found if not each.methods or (draft.methods and draft.methods <= each.methods)]
             if not any(guards(rules[each.name], rules[draft.name]) for each in covering):

@@ -7,11 +7,12 @@ policy that it started with.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from fractions import Fraction
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
+from headgate.clock import EPOCH
 from headgate.overload.gradient import ConcurrencySettings
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ RouteMode: TypeAlias = Literal["open", "closed", "local"]
 LeaseMode: TypeAlias = Literal["auto", "always", "never"]
 """When the tokens of a limit are prepaid: for hot keys, always, or never."""
 
-EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 ADDRESSES: Final = ("ip", "subnet")
 """The kinds of identity that every request has."""
@@ -157,7 +157,7 @@ class Rule:
     split: int = 1
     """The number of counters that it is sharded over."""
     region: str = "regional"
-    """How regions share it; see docs/regions.md."""
+    """The region mode; see docs/regions.md."""
     is_quota: bool = False
     """Charged to an account of the ledger."""
     outage_units: int = 0

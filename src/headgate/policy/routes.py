@@ -116,7 +116,7 @@ class Matcher:
             return self._results.setdefault(matches, matches)
         state, spelled = self._start, normalize_path(path.removesuffix("\n"))
         if spelled != "/":
-            # Segments below the deepest template need not be told apart.
+            # Segments below the deepest template need not be distinguished.
             for segment in spelled[1:].split("/", self._depth):
                 state = state[segment]
         return state.matches

@@ -286,7 +286,7 @@ def by(value: object) -> tuple[str, ...]:
     if len(set(kinds)) < len(kinds):
         raise InvalidInput(f"{'+'.join(kinds)} names the same identity twice; keep one")
     if "global" in kinds and len(kinds) > 1:
-        rule = "global is one counter for all, and stands alone"
+        rule = "global is one counter for all, and cannot be combined"
         raise InvalidInput(f"{'+'.join(kinds)}: {rule}; leave out one or the other")
     return () if kinds == ["global"] else tuple(kinds)
 
@@ -297,7 +297,7 @@ def identity(value: object) -> str:
         return label(value)
     if type(value) is int:
         return str(value)
-    raise refusal(value, "who is meant, as text or a whole number")
+    raise refusal(value, "an identity, as text or a whole number")
 
 
 def api_key(value: object) -> str:

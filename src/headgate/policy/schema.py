@@ -642,7 +642,7 @@ SETTINGS: Final = Struct(
         "forwarded_by": Field(_choice("x-forwarded-for", "forwarded"), "The header in which they give it."),
         "ipv6_prefix": Field(_whole(32, 128, example=64), "Bits of an IPv6 address that identify one client."),
         "subnet": Field(_SUBNET_SETTINGS, "The subnets of `by: subnet`."),
-        "api_key": Field(_KEY_SETTINGS, "Where API keys stand."),
+        "api_key": Field(_KEY_SETTINGS, "The header fields and query parameters that contain API keys."),
     },
 )
 
@@ -1028,7 +1028,10 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
                 _overload("adaptive"), "A limit on the requests in progress in each process: adaptive, or a number."
             ),
             "routes": Field(ROUTES, "Classes, costs and priorities of routes."),
-            "limits": Field(LIMITS, "The limits: which requests meet them, who is counted, how many may pass."),
+            "limits": Field(
+                LIMITS,
+                "The limits: the requests that they apply to, the clients that are counted, and how many may pass.",
+            ),
             "tiers": Field(
                 MapOf(NAME, TIER, '{pro: {limits: {search: "1000/minute"}}}'),
                 "Numbers by tier, written from the tier's side.",
@@ -1049,6 +1052,6 @@ def json_schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Headgate policy",
-        "description": "Which limits a request meets.",
+        "description": "The limits that apply to a request.",
         **policy().schema(),
     }

@@ -295,7 +295,7 @@ class Snapshot:
         named = [each.methods for each in policy.routes] + [each.methods for each in policy.rules]
         named += [each.methods for each in scenarios]
         self._methods = frozenset([*METHODS, *(normalize_method(method) for methods in named for method in methods)])
-        """The methods that the policy can tell apart; all others share a plan."""
+        """The methods that the policy distinguishes; all others share a plan."""
         self._tiers = self._lookups((client.identity, client.tier) for client in policy.clients if client.tier)
         with_calendar = [
             client for client in policy.clients if client.timezone is not None or client.starts is not None

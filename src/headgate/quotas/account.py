@@ -105,10 +105,6 @@ class AccountState:
         later.position = self.position
         return later
 
-    def sources_of(self, hold: Hold) -> list[tuple[str, int]]:
-        """The names of the sources of a reservation, with their amounts."""
-        return [(self.grants[id].source, amount) for id, amount in hold.sources]
-
     # ------------------------------------------------------------------ periods
 
     def allowance_used(self, usage: Mapping[str, int]) -> int:

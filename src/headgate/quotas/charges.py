@@ -6,12 +6,13 @@ A lease is paid by its grants in their order, and so are its usage records, in t
 from __future__ import annotations
 
 from collections import Counter
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from sqlalchemy import func, or_, select, tuple_
 
+from headgate.clock import EPOCH
 from headgate.quotas.entries import LedgerEntry, decode_sources, derived_id, request_id, slice_sources
 from headgate.quotas.storage import find_entries
 from headgate.quotas.tables import ACCOUNTS, ENTRIES, USAGE
@@ -48,9 +49,6 @@ UNCOVERED: Final = "not covered"
 """The source of units that were used beyond the balance, and not charged."""
 UNSETTLED: Final = "not settled"
 """The source of units that were admitted without a lease, before they are settled."""
-
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class ChargedRequest(NamedTuple):
@@ -135,12 +133,12 @@ def _explain(ledger: Ledger, account: str, since_us: int, until_us: int) -> Char
 def usage_cells(request: ChargedRequest, zone: tzinfo | None) -> tuple[str, ...]:
     """Time, id, amount, sources and reference of a request for people."""
     paid = ", ".join([name if amount == request.amount else f"{name} {amount:,}" for name, amount in request.paid_by])
-    at = shown(_EPOCH + timedelta(microseconds=request.at_us), zone, with_zone=False)
+    at = shown(EPOCH + timedelta(microseconds=request.at_us), zone, with_zone=False)
     return at, request.id, f"{request.amount:,}", paid, request.reference
 
 
 def _shown(at_us: int, zone: tzinfo | None) -> str:
-    return shown(_EPOCH + timedelta(microseconds=at_us), zone)
+    return shown(EPOCH + timedelta(microseconds=at_us), zone)
 
 
 # ------------------------------------------------------------------ reads

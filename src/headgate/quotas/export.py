@@ -10,10 +10,11 @@ import csv
 import io
 import json
 import os
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._sqlite import lock_file
+from headgate.clock import EPOCH
 from headgate.errors import InvalidInput
 from headgate.quotas.entries import LedgerEntry, decode_sources
 
@@ -30,8 +31,6 @@ CSV_FIELDS: Final = (*LedgerEntry._fields, "balance", "hash", "at")
 PAGE: Final = 2000
 READ_SIZE: Final = 8192
 
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-
 
 def utc_text(at_us: int) -> str:
     """An instant as RFC 3339.
@@ -39,7 +38,7 @@ def utc_text(at_us: int) -> str:
     >>> utc_text(1_790_000_000_000_001)
     '2026-09-21T14:13:20.000001Z'
     """
-    return (_EPOCH + timedelta(microseconds=at_us)).isoformat().replace("+00:00", "Z")
+    return (EPOCH + timedelta(microseconds=at_us)).isoformat().replace("+00:00", "Z")
 
 
 def cloud_event(entry: LedgerEntry) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Journals of usage: charges that a process has admitted and not yet written to the ledger.
 
 A line is written before a charge is admitted. It survives the death of the process, not that of the machine. Each
-process has a file of its own, locked as long as it lives; whoever finds one that is not locked settles it. While the
+process has a file of its own, locked as long as it lives; another process that finds it unlocked settles it. While the
 disk is full, charges go on without it: they are in doubt if the process dies before it has written them to the ledger.
 """
 

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 from uuid import uuid4
@@ -23,7 +22,7 @@ from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput
 from headgate.quotas.arguments import MAX_AMOUNT, MAX_REFERENCE, check_account, check_amount, check_id, check_text
 from headgate.quotas.entries import UsageRecord, slice_sources
 from headgate.quotas.journal import UsageJournal, abandoned_journals
-from headgate.quotas.ledger import LedgerUnavailable
+from headgate.quotas.ledger import LEASE_TTL, LedgerUnavailable
 from headgate.quotas.storage import LedgerDamaged
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ logger = logging.getLogger("headgate")
 
 LEASE_S: Final = 5.0
 """The time for which a lease should last at the current rate."""
-LEASE_TTL: Final = timedelta(hours=24)
 RETIRE_AFTER_S: Final = 12 * 3600.0
 """Leases are not spent any more after half of their lifetime, so that they are closed long before they expire."""
 IDLE_S: Final = 30.0

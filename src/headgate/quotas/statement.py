@@ -6,11 +6,12 @@ statement opens as fast with a million entries as with ten.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import datetime, timedelta, tzinfo
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from sqlalchemy import func, select
 
+from headgate.clock import EPOCH
 from headgate.quotas.entries import LedgerEntry
 from headgate.quotas.tables import ENTRIES
 
@@ -24,7 +25,6 @@ __all__ = ["Statement", "StatementDay", "StatementLine", "read_lines", "read_sta
 MAX_DAYS: Final = 366
 PAGE: Final = 1000
 
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
 
 
@@ -86,7 +86,7 @@ class Statement(NamedTuple):
     has_more: bool
     """True if there are more lines."""
     last_hash: str
-    """The hash of the last entry: whoever keeps it can prove later that nothing before it was changed."""
+    """The hash of the last entry: with it, one can prove later that nothing before it was changed."""
 
 
 class _RunningTotals(NamedTuple):
@@ -188,11 +188,11 @@ def _days(
 ) -> Iterator[StatementDay]:
     if until_us - since_us > MAX_DAYS * 86_400_000_000:
         return
-    day = (_EPOCH + timedelta(microseconds=since_us)).astimezone(zone).date()
+    day = (EPOCH + timedelta(microseconds=since_us)).astimezone(zone).date()
     while True:
         following = day + timedelta(days=1)
         midnight = datetime(following.year, following.month, following.day, tzinfo=zone)
-        end_us = min((midnight - _EPOCH) // _MICROSECOND, until_us)
+        end_us = min((midnight - EPOCH) // _MICROSECOND, until_us)
         after = _totals(connection, account, end_us)
         granted = after.granted + after.adjusted - before.granted - before.adjusted
         charged, expired = after.charged - before.charged, after.expired - before.expired

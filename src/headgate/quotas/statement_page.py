@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import timedelta, tzinfo
 from html import escape
 from typing import TYPE_CHECKING, Final
 
+from headgate.clock import EPOCH
 from headgate.quotas.entries import request_id
 
 if TYPE_CHECKING:
@@ -41,12 +42,10 @@ thead { display: table-header-group } tr { break-inside: avoid }
 @media print { body { margin: 0; max-width: none; padding: 0 } }
 """
 
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-
 
 def local_text(at_us: int, zone: tzinfo) -> str:
     """An instant in a time zone, to the second."""
-    return f"{(_EPOCH + timedelta(microseconds=at_us)).astimezone(zone):%Y-%m-%d %H:%M:%S}"
+    return f"{(EPOCH + timedelta(microseconds=at_us)).astimezone(zone):%Y-%m-%d %H:%M:%S}"
 
 
 def line_cells(line: StatementLine, zone: tzinfo) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ less than the limit, by what regions may spend later than it was charged, or wit
 
 - Tokens of a busy client expire `lease_us` after their lease was requested. A bucket of the home region is smaller by
   what is refilled in that time, and a sliding window is longer by it. Tokens of a fixed window expire with it.
-- Each region may keep a few tokens of each client for longer, so that one who comes now and then finds some: at most
+- Each region may keep a few tokens of each client for longer, so that a client with few requests finds some: at most
   `safe`.
 - Each region has `safe` tokens of its own in each period, for the first requests of a client and for the time without
   the home region. They count twice, as the clocks of regions differ.

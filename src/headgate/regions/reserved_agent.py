@@ -81,7 +81,6 @@ class KeyLeases:
         self.home_left: int | None = None
         self.next_lease = 0.0
         self.used_at = self.measured_at = now
-        self.answered_at: float | None = None
         self.reset_us = 0
         """Until the home counter is full or its window is over, by its last answer."""
         self._level = 0
@@ -261,12 +260,12 @@ class ReservedAgent:
                 self._demand.refunds.append(refund)  # with its id: it counts once
         granted: dict[KeyLeases, int] = {}
         for (leases, part), answer in zip(parts, answers[: len(parts)], strict=True):
-            self._read_answer(leases, answer, sent)
+            self._read_answer(leases, answer)
             if isinstance(answer, Decision) and answer.allowed:
                 granted[leases] = granted.get(leases, 0) + part
         self._deposit(granted, sent)
 
-    def _read_answer(self, leases: KeyLeases, answer: Any, sent: float) -> None:
+    def _read_answer(self, leases: KeyLeases, answer: Any) -> None:
         if not isinstance(answer, Decision):
             if self.home_error is None:
                 logger.warning("the home region grants no tokens, regions spend their safe shares: %s", answer)
@@ -274,7 +273,7 @@ class ReservedAgent:
             return
         self.home_error = None
         left, retry_us, reset_us, _ = answer.verdicts[0]
-        leases.home_left, leases.answered_at, leases.charged_us = left, sent, answer.at_us
+        leases.home_left, leases.charged_us = left, answer.at_us
         wait_us = max(retry_us, 0) if not answer.allowed else reset_us
         self._demand.set_home(leases.key, HomeState(left, leases.asked_us + wait_us))
         leases.reset_us = reset_us

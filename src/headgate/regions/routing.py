@@ -40,7 +40,7 @@ class AtHome(NamedTuple):
 
 
 class RegionRouter:
-    """Translates the keys of limits with a region mode to those that are counted, and tells the region worker."""
+    """Translates the keys of limits with a region mode to those that are counted, and notifies the region worker."""
 
     def __init__(self, regions: Regions, worker: RegionWorker, now_us: Callable[[], int]) -> None:
         self.regions, self.worker = regions, worker
@@ -90,7 +90,7 @@ class RegionRouter:
         return finish_check(self._open_slots, self._demands, check, counted, decision)
 
     def finish(self, check: Check, counted: Check, decision: Decision) -> Decision:
-        """The decision of the own region as the caller gets it, after the worker has heard of it."""
+        """The decision of the own region as the caller gets it, after the worker was notified."""
         keys = check[0]
         if decision[4] is not None:  # the store has not counted it
             return replace_fields(decision, 1, keys)  # type: ignore[no-any-return]
@@ -101,7 +101,7 @@ class RegionRouter:
         return replace_fields(decision, 1, keys, verdicts)  # type: ignore[no-any-return]
 
     def _record(self, mode: str, key: Key, cost: int, decision: Decision, verdict: Verdict) -> Verdict:
-        """Tell the worker of the verdict on a counted key; returns that on the caller's."""
+        """Pass the verdict on a counted key to the worker; return that on the caller's key."""
         if mode == "reserved":
             demand = self.worker.demand.keys.get(key) or self._open_demand(key)
             return demand.record(cost, verdict, decision)
@@ -124,7 +124,7 @@ class RegionRouter:
         return self.worker.demand.open(key, self._reservations[key[0]])
 
     def record_change(self, operation: Call, *, result: Any) -> None:
-        """Tell the worker of a refund or a reset that the other regions must know."""
+        """Pass a refund or a reset to the worker, as the other regions need it."""
         if isinstance(operation, Reset):
             for key in operation.keys:
                 if key.limit.region == "reconciled":

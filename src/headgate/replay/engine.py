@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate.algorithms import NEVER
+from headgate.clock import MINUTE_US
 from headgate.policy.lists.list_watcher import stored_lists
 from headgate.policy.routes import decode_path
 from headgate.policy.snapshot import Snapshot, client_kind
@@ -26,7 +27,6 @@ from headgate.replay.statistics import (
     RouteTotals,
     RuleTotals,
 )
-from headgate.replay.times import MINUTE_US
 from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, Leave, Refund, Renew
 
@@ -152,8 +152,6 @@ class PolicyReplay:
         self._transitions_us = [*policy.transition_times_us, sys.maxsize]
         self._boundary_us = -sys.maxsize
         self._minute_us = 0
-        self._minute_start = (0, 0)
-        """The requests and rejections before the current minute."""
         self._active: dict[int, RouteTotals] = {}
         """The routes with requests in the current minute."""
         self._held: list[tuple[int, int, str, tuple[Key, ...]]] = []

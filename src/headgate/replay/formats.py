@@ -11,9 +11,10 @@ import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from headgate._limit_syntax import suggest
+from headgate.clock import SECOND_US
 from headgate.errors import InvalidInput
 from headgate.policy.snapshot import AMBIGUOUS
-from headgate.replay.times import SECOND_US, CommonTimes, parse_duration, parse_time
+from headgate.replay.times import CommonTimes, parse_duration, parse_time
 from headgate.telemetry.decision_log.record import ENVOY_METHODS, LOST
 
 if TYPE_CHECKING:

@@ -149,7 +149,6 @@ class LogIdentities:
         self.kinds = used_kinds(policy) | tiers.kinds
         self.only_watched = watched_kinds(policy) - self.kinds - {"ip", "subnet"}
         """Kinds that only scenarios count by: they do not name clients in reports."""
-        self._keeps_all = tiers.has_plain_rows
 
     def extract(self, sender: Sender, target: str, route: RoutePlan) -> dict[str, str]:
         """The identities of a request by kind, as a gate would know them."""

@@ -64,7 +64,7 @@ def markdown_lines(data: dict[str, Any]) -> Iterator[str]:
 
 
 def share(part: float, whole: float) -> str:
-    """A share in percent, with enough digits to tell it from zero.
+    """A share in percent, with enough digits to distinguish it from zero.
 
     >>> share(1, 4), share(1, 100_000), share(0, 5), share(0, 0)
     ('25.00 %', '0.0010 %', '0 %', '0 %')

@@ -1,4 +1,4 @@
-"""Clients that obey Retry-After: after a rejection they wait as told, and then send what they have queued, in order."""
+"""Clients that obey Retry-After: after a rejection they wait that long, then send their queued requests in order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
-from headgate.replay.times import SECOND_US
+from headgate.clock import SECOND_US
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

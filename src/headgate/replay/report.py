@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from headgate.clock import MINUTE_US, SECOND_US
 from headgate.policy.rule_bounds import largest_bound
-from headgate.replay.times import MINUTE_US, SECOND_US, iso
+from headgate.policy.snapshot import NO_TIER
+from headgate.replay.times import iso
 from headgate.telemetry.decision_log.sinks import without_password
 
 if TYPE_CHECKING:
@@ -19,7 +21,6 @@ __all__ = ["MAX_CLIENTS", "ReplayReport", "compare", "make_report"]
 
 MAX_CLIENTS: Final = 20
 """Clients that are listed without --all-clients."""
-NO_TIER: Final = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +245,7 @@ def _notes(engine: PolicyReplay, reader: LogReader, obedient: ObedientClients | 
     if obedient is None and engine.rejected:
         notes.append(
             "Clients react to rejections, and the log cannot show how: each request is replayed at its own time, "
-            "without further retries. --obey-retry-after replays clients that wait as told."
+            "without further retries. --obey-retry-after replays clients that wait."
         )
     if engine.rejected_in_log:
         notes.append(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import secrets
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._limit_syntax import suggest
+from headgate._pace import gc_paused
 from headgate.errors import InvalidInput
 from headgate.policy.api_keys import ApiKeyHasher, IdentityHashes
 from headgate.policy.model import ADDRESSES, Identity
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from headgate.replay.formats import LoggedRequest
     from headgate.replay.report import ReplayReport
 
-__all__ = ["LogOptions", "ReplayRun", "without_garbage_collection"]
+__all__ = ["LogOptions", "ReplayRun"]
 
 SOURCES: Final = ("header", "path", "field")
 BUILT_IN: Final = ("address", "ip", "subnet", "endpoint", "client", "global", "tier")
@@ -135,7 +134,7 @@ class ReplayRun:
             limit.algorithm == "concurrency" for policy in policies for rule in policy.rules for limit in rule.limits
         ):
             batches = _at_arrival(batches)
-        with without_garbage_collection():
+        with gc_paused():
             for batch in sort_by_time(batches):
                 for each in obedient or engines:
                     each.replay(batch)
@@ -154,18 +153,6 @@ class ReplayRun:
             found = compare(engines[0], engines[1], policy_file=self.against_file, all_clients=self.all_clients)
             report.data["against"] = report.parts["against"] = found
         return report
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Turn off the search for cyclic garbage: millions of small tuples make it expensive, and none are in cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _at_arrival(batches: Iterator[list[LoggedRequest]]) -> Iterator[list[LoggedRequest]]:

@@ -54,7 +54,7 @@ class ScenarioReplay:
     def __init__(self, settings: AbuseSettings, snapshot: Snapshot) -> None:
         self.settings = settings
         self.found: dict[str, dict[tuple[str, str], FoundClient]] = {each.name: {} for each in settings.scenarios}
-        """The clients found by scenario; groups that are no client are among them."""
+        """The clients found by scenario; including groups that do not identify a client."""
         self.has_agents = False
         """True if a request had a user agent."""
         self.has_status = False

@@ -222,7 +222,7 @@ class _Counted:
 
 
 def _peek(raw: BinaryIO) -> bytes:
-    """The beginning of a stream: at least the bytes that tell formats of files apart, unless it is shorter."""
+    """The beginning of a stream: at least the bytes that identify the format of a file, unless it is shorter."""
     head = b""
     while len(head) < len(SQLITE) and (more := raw.read(len(SQLITE) - len(head))):
         head += more

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from headgate.replay.times import MINUTE_US
+from headgate.clock import MINUTE_US
 
 if TYPE_CHECKING:
     from headgate.policy.model import Rule

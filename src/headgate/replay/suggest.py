@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate._limit_syntax import suggest
 from headgate.algorithms import ALGORITHMS
+from headgate.clock import DAY_US, MINUTE_US, SECOND_US
 from headgate.errors import InvalidInput
 from headgate.limits import Limit
 from headgate.policy.api_keys import PREFIX
 from headgate.policy.loader import read
 from headgate.policy.routes import decode_path
-from headgate.policy.snapshot import client_kind
+from headgate.policy.snapshot import NO_TIER, client_kind
+from headgate.replay.conditions import PAYING
 from headgate.replay.formats import WEIGHT
 from headgate.replay.markdown import share as shown_share
 from headgate.replay.sorting import sort_by_time
-from headgate.replay.times import MINUTE_US, SECOND_US, iso
+from headgate.replay.times import iso
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CurvePoint", "DeterminingClient", "SuggestedDay", "Suggestion", "SuggestionRun"]
 
-DAY_US: Final = 86_400 * SECOND_US
 TOLERANCE: Final = 1.5
 """Traffic is unstable if limits for a part of it reject more than this multiple of the goal in the rest."""
 MIN_REQUESTS: Final = 1000
@@ -62,8 +63,6 @@ CURVE_STEPS: Final = 8
 MAX_DETERMINING: Final = 5
 MAX_KNOWN: Final = 100_000
 """Bounds the cache of senders."""
-PAYING: Final = "paying"
-NO_TIER: Final = "none"
 
 
 class _LimitCandidate(NamedTuple):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Final
 
+from headgate.clock import EPOCH, MINUTE_US, SECOND_US
+
 __all__ = ["MINUTE_US", "SECOND_US", "CommonTimes", "iso", "parse_duration", "parse_time"]
 
-SECOND_US: Final = 1_000_000
-MINUTE_US: Final = 60 * SECOND_US
-EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 MONTHS: Final = {
     name: number + 1
     for number, name in enumerate(("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"))

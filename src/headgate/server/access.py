@@ -1,7 +1,7 @@
 """Access control: tokens with the role "check", and client certificates.
 
-Anyone who can ask the server can use up the limits of others. So operations that charge limits need a token or a
-client certificate wherever they can be reached from other machines.
+A client that can send requests to the server can use up the limits of others. So operations that charge limits need a
+token or a client certificate wherever they can be reached from other machines.
 """
 
 from __future__ import annotations

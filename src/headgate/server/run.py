@@ -300,7 +300,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _CertificateProtocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
-    """The HTTP protocol of uvicorn, which tells the app about client certificates."""
+    """The HTTP protocol of uvicorn, which passes client certificates to the app."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -370,7 +370,7 @@ def bind(address: str) -> socket.socket:
 
 
 def announce_worker(_: dict[str, int]) -> None:
-    """Tell the parent process that this worker accepts requests."""
+    """Report to the parent process that this worker accepts requests."""
     Path(os.environ[DIRECTORY_VARIABLE], f"ready-{os.getpid()}").touch()
 
 

@@ -7,7 +7,7 @@ new key, a refund) takes the lock and sets `_is_locked`, which disables this fas
 lock, `_is_locked` is always set.
 
 The lock is reentrant: a finalizer, which the garbage collector may run at any allocation, or a signal handler may use
-the store. `_version` tells the interrupted operation, which then decides anew.
+the store. The interrupted operation finds that `_version` has changed, and decides anew.
 
 Memory. Each counter is scheduled for the second in which it is expected to be as new. Inserting a key looks at a few
 that are due: those that are as new are dropped, the others are rescheduled. At `max_keys`, each new key evicts another:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import UTC, date, datetime, time, timedelta, tzinfo
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from headgate.clock import EPOCH
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ _AGO: Final = re.compile(r"(?P<count>\d{1,6}|an?)\s*(?P<unit>[a-z]+?)s?\s+ago")
 _IN: Final = re.compile(r"(?:in\s+)?(?P<count>\d{1,6}|an?)\s*(?P<unit>[a-z]+?)s?")
 _CLOCK: Final = re.compile(r"(?P<hour>\d{1,2})(?::(?P<minute>\d\d)(?::(?P<second>\d\d))?)?\s*(?P<half>[ap]m)?")
 _DATE: Final = re.compile(r"\d{4}-\d\d-\d\d").fullmatch
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Span(NamedTuple):
@@ -157,7 +157,7 @@ def _long_day(local: datetime) -> str:
 
 
 def microseconds(moment: datetime) -> int:
-    return (moment - _EPOCH) // timedelta(microseconds=1)
+    return (moment - EPOCH) // timedelta(microseconds=1)
 
 
 def _read(

@@ -174,7 +174,7 @@ def _attributes(admission: Admission) -> dict[str, Any]:
     if decision is not None and decision.degraded is not None:
         attributes["headgate.degraded_mode"] = MODES[resolution.route.on_failure]
     elif decision is not None:
-        would_deny = [shadow.met.rule.name for shadow in admission.shadows if not shadow.decision.allowed]
+        would_deny = [shadow.applied.rule.name for shadow in admission.shadows if not shadow.decision.allowed]
         attributes |= {
             "headgate.remaining": decision.remaining,
             "headgate.denied_by": None if decision.allowed else list(decision.denied_by),

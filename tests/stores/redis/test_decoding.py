@@ -137,7 +137,7 @@ def test_slots_that_cannot_be_are_not_believed(reply: Any) -> None:
     refreshing = cluster.refresh()
     (command,) = next(refreshing)
     command.reply = reply
-    with pytest.raises(StoreUnavailable, match="no server of the cluster could tell its slots"):
+    with pytest.raises(StoreUnavailable, match="no server of the cluster reported its slots"):
         refreshing.send(None)
     assert cluster.primaries() == []
 

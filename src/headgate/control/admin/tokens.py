@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from sqlalchemy import delete, func, insert, or_, select, update
 
 from headgate._fork import reinit_after_fork
-from headgate.clock import SystemClock
+from headgate.clock import DAY_US, SystemClock
 from headgate.control.admin.tables import ANSWERS, CODES, SESSIONS, TOKENS
 from headgate.control.config.engine import open_engine, read_transaction, write_transaction
 from headgate.control.config.migrations import migrate
@@ -39,7 +39,6 @@ MAX_DAYS: Final = 3650
 MAX_NAME_LENGTH: Final = 100
 CODE_LIFETIME_US: Final = 600_000_000
 
-DAY_US: Final = 86_400_000_000
 USE_INTERVAL_US: Final = 60_000_000
 """The last use is recorded at most once a minute, so that most reads cause no write."""
 

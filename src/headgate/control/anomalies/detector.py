@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 from sqlalchemy import insert, select, update
 
 from headgate._fork import block_forks
-from headgate.clock import SystemClock
+from headgate.clock import MINUTE_US, SystemClock
 from headgate.control.anomalies.baseline import DAY, Baseline, read_histories
 from headgate.control.anomalies.tables import ANOMALIES, WATCHED_DAYS
 from headgate.control.config.engine import ConfigUnavailable, open_engine, read_transaction, write_transaction
@@ -20,7 +20,7 @@ from headgate.control.config.migrations import migrate
 from headgate.control.webhooks import WebhookEvent, WebhookQueue
 from headgate.errors import StoreError
 from headgate.telemetry.fleet.aggregator import ClockAligner
-from headgate.telemetry.fleet.rollups import MINUTE_US, TrafficSketch, read_minute
+from headgate.telemetry.fleet.rollups import TrafficSketch, read_minute
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

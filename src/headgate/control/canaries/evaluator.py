@@ -17,6 +17,7 @@ from headgate._fork import block_forks
 from headgate.clock import SystemClock
 from headgate.control.canaries.comparison import compare
 from headgate.control.config import ConfigStore, ConfigUnavailable
+from headgate.control.config.writing import MAX_REASON_LENGTH
 from headgate.errors import HeadgateError, InvalidInput
 from headgate.telemetry.fleet.aggregator import FleetAggregator
 
@@ -36,7 +37,6 @@ AUTHOR: Final = "headgate"
 INTERVAL_S: Final = 1.0
 MAX_NODE_INTERVAL_S: Final = 30.0
 """Nodes evaluate less often the more there are, as each of them reads the status of all nodes."""
-MAX_REASON_LENGTH: Final = 500
 
 
 class CanaryEvaluator:

@@ -10,10 +10,10 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate._pace import release
+from headgate._pace import gc_paused, release
 from headgate.control.config.rows import LIST_SECTIONS, PolicyDocument, format_bucket, policy_entry
 from headgate.errors import InvalidInput, InvalidPolicy
-from headgate.policy.loader import PolicyProblem, PolicyProblems, Source, build, gc_paused
+from headgate.policy.loader import PolicyProblem, PolicyProblems, Source, build
 from headgate.policy.scalars import route
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import column, inspect, select, table
 
+from headgate.clock import SECOND_US
 from headgate.control.config.engine import display_url, open_engine, read_transaction
 from headgate.control.config.rows import OverrideRow, PolicyDocument, RouteCost, TierLimit, microseconds
 from headgate.errors import InvalidConfiguration, InvalidInput
@@ -29,7 +30,6 @@ __all__ = ["ImportedTables", "read_tables"]
 logger = logging.getLogger("headgate")
 
 DEFAULT_CLASS: Final = "default"  # the class of all other routes
-SECOND_US: Final = 1_000_000
 
 TIERS, OVERRIDES, ROUTES = (
     table(f"rate_limit_{name}", *map(column, columns.split()))

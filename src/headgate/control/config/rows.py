@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import lru_cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from headgate import _limit_syntax
 from headgate.calendars import Calendar
+from headgate.clock import EPOCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,8 +36,6 @@ __all__ = [
     "microseconds",
     "policy_entry",
 ]
-
-EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class PolicyDocument(NamedTuple):

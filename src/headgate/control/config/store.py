@@ -21,6 +21,7 @@ from headgate.control.config.reading import VersionStamp, newest_version, read_c
 from headgate.control.config.tables import TABLES
 from headgate.control.config.writing import Conflict, Put, Remove, reject_running_canary, write
 from headgate.errors import InvalidConfiguration, InvalidInput, InvalidPolicy
+from headgate.gate.options import SECRET_VARIABLE
 from headgate.policy import scalars
 from headgate.policy.api_keys import ApiKeyHasher
 from headgate.policy.formats import FORMATS
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ConfigStore", "document_format", "optional_microseconds"]
 
-SECRET_VARIABLE: Final = "HEADGATE_SECRET"
 HASH_PREFIX: Final = "hmac:"
 
 
@@ -407,7 +407,7 @@ def _existing(connection: Connection, version: int | None) -> int:
 
 
 def document_format(file: str) -> str:
-    """The format of a policy document by its file name; InvalidPolicy if the name does not tell."""
+    """The format of a policy document by its file name; InvalidPolicy if it has no known suffix."""
     suffix = file.rpartition(".")[2].lower()
     found = "yaml" if suffix == "yml" else suffix
     if found not in FORMATS:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Change", "ConcurrentChange", "Conflict", "Put", "Remove", "reject_running_canary", "write"]
 
 MAX_AUTHOR_LENGTH: Final = 200
+MAX_REASON_LENGTH: Final = 500
 MAX_INCREMENTAL: Final = 500
 """Changed rows up to which only those are read and validated; beyond it, reading everything is as fast."""
 

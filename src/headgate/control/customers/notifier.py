@@ -11,7 +11,7 @@ from sqlalchemy import insert, select
 from sqlalchemy.exc import IntegrityError
 
 from headgate._fork import block_forks
-from headgate.clock import SystemClock
+from headgate.clock import MINUTE_US, SystemClock
 from headgate.control.anomalies.detector import anomaly_from_row
 from headgate.control.anomalies.tables import ANOMALIES, NOTICES
 from headgate.control.config.engine import ConfigUnavailable, read_transaction, write_transaction
@@ -19,7 +19,6 @@ from headgate.control.customers.channels import TIMEOUT_S, send_email, send_to_s
 from headgate.control.service.request_links import LIFETIME_US, Link
 from headgate.control.webhooks import EventSender, Webhook, WebhookEvent, WebhookQueue
 from headgate.errors import HeadgateError
-from headgate.telemetry.fleet.rollups import MINUTE_US
 from headgate.telemetry.pseudonyms import Pseudonymizer
 
 if TYPE_CHECKING:

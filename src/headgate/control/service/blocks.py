@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
-from headgate.control.config.rows import EPOCH, BlockRow
+from headgate.clock import EPOCH
+from headgate.control.config.rows import BlockRow
 from headgate.control.config.writing import Remove
 from headgate.control.service import listing
 from headgate.control.service.client_lookup import CUSTOMER_PREFIX, is_wide_network, network_of

@@ -163,7 +163,7 @@ class ClientLookup:
         return tuple([ClientRef(client.kind, value) for value in identities if is_hash(value)])
 
     def is_seen(self, client: ClientRef) -> bool | None:
-        """True if the configuration, the decision log or a node knows this client. None if that cannot be told: for
+        """True if the configuration, the decision log or a node knows this client. None if that is unknown: for
         addresses, most of which are new, and without a decision log."""
         if client.kind in ("ip", "subnet") or is_hash(client.value):
             return None
@@ -322,7 +322,8 @@ class ClientLookup:
 
     def searchable(self, text: str, is_listed: Callable[[str], bool]) -> str:
         """The search text to put into a URL in place of this one: the keyed hash if it contains an API key, or may be
-        one and is not public; else the same text. `is_listed` tells if a list shows a text, which is then public."""
+        one and is not public; else the same text. `is_listed` returns True for a text that a list shows, which makes it
+        public."""
         words = [word for word in redaction.words_like_keys([_HASH.sub(" ", text)]) if not is_hash(word)]
         suspects = [word for word in words if redaction.looks_secret(word) or self._is_known_key(self._hashes([word]))]
         if not suspects:
@@ -445,7 +446,7 @@ def kind_name(kind: str) -> str:
 
 def short_label(kind: str, value: str, label: str) -> str:
     """A label that the log or the nodes made up for a client, without the kind; a blurred address with a part of its
-    hash, which tells it from its neighbours.
+    hash, which distinguishes it from its neighbours.
 
     >>> short_label("ip", "hmac:b79fd1890123456789abcdef01234567", "ip 192.0.2.*")
     '192.0.2.* (b79fd189)'

@@ -13,7 +13,7 @@ from headgate.control.config.audit_log import record_action
 from headgate.control.config.engine import read_transaction, write_transaction
 from headgate.control.config.queries import LabelledRow, base_stamp, find_row, rows_of_clients
 from headgate.control.config.reading import newest_version
-from headgate.control.config.writing import ConcurrentChange
+from headgate.control.config.writing import MAX_AUTHOR_LENGTH, MAX_REASON_LENGTH, ConcurrentChange
 from headgate.control.service.client_lookup import ClientLookup
 from headgate.control.service.effective_policy import BasePolicy, EffectivePolicy, base_policy_at, effective_policy
 from headgate.control.service.errors import NotFound, Risk, log_and_summarize
@@ -38,14 +38,12 @@ if TYPE_CHECKING:
     from headgate.telemetry.fleet.model import ClientCount, NearLimit
     from headgate.telemetry.fleet.status_store import StatusStore
 
-__all__ = ["MAX_ID", "ServiceDependencies", "TopicService", "to_change"]
+__all__ = ["MAX_ID", "MAX_REASON_LENGTH", "ServiceDependencies", "TopicService", "to_change"]
 
 MAX_ID: Final = 2**63 - 1
 """The largest integer that the databases store."""
 MAX_ATTEMPTS: Final = 5
 """Attempts at a change while others write, before it fails with a conflict."""
-MAX_REASON_LENGTH: Final = 500
-MAX_AUTHOR_LENGTH: Final = 200
 MAX_ACTION_LENGTH: Final = 100
 MAX_SUBJECT_LENGTH: Final = 600
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from headgate.policy.routes import Template
 
 __all__ = [
-    "NOBODY", "ApplicableLimit", "BasePolicy", "ClientFacts", "EffectivePolicy", "applicable_limits", "base_policy_at",
-    "effective_policy", "format_limit", "key_batches", "limit_usages", "read_counters",
+    "NO_CLIENT", "ApplicableLimit", "BasePolicy", "ClientFacts", "EffectivePolicy", "applicable_limits",
+    "base_policy_at", "effective_policy", "format_limit", "key_batches", "limit_usages", "read_counters",
 ]  # fmt: skip
 
 EMPTY: Final = Policy()
@@ -114,7 +114,7 @@ class ClientFacts(NamedTuple):
     can_count: bool
 
 
-NOBODY: Final = ClientFacts(ClientRef("", ""), {}, {}, (), can_count=False)
+NO_CLIENT: Final = ClientFacts(ClientRef("", ""), {}, {}, (), can_count=False)
 """Stands for no client, where only the base policy matters."""
 
 
@@ -285,10 +285,10 @@ def limit_usages(
 
 
 def read_counters(
-    counters: Limiter | None, met: Iterable[ApplicableLimit]
+    counters: Limiter | None, limits: Iterable[ApplicableLimit]
 ) -> tuple[dict[Key, Outcome | str], list[str]]:
     """Read the counters of these limits within a time budget; also return the error message if that failed."""
-    keys = [each.key for each in met if not each.missing][:MAX_LIMITS]
+    keys = [each.key for each in limits if not each.missing][:MAX_LIMITS]
     found: dict[Key, Outcome | str] = {}
     trouble: str | None = None
     deadline = time.monotonic() + READ_BUDGET_S
@@ -366,7 +366,7 @@ def key_batches(keys: Sequence[Key]) -> Iterator[list[Key]]:
 
 
 def _retry_s(limit: Limit, outcome: Outcome) -> float | None:
-    """Seconds until a request of cost 1 is allowed; None if the algorithm does not tell."""
+    """Seconds until a request of cost 1 is allowed; None if the algorithm does not predict it."""
     if outcome.remaining >= 1:
         return 0.0
     reset_us = outcome.reset_after_us

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from typing import TYPE_CHECKING, Final
 
+from headgate.clock import DAY_US
 from headgate.control.service.dependencies import ServiceDependencies, TopicService
 from headgate.control.service.errors import NotFound
 from headgate.control.service.models import Change, ChangeContext, Page, View
@@ -25,7 +26,6 @@ __all__ = ["AccountRow", "AccountView", "Forecast", "LedgerService", "forecast",
 
 NO_LEDGER: Final = "the admin server was started without --ledger"
 FORECAST_DAYS: Final = 7
-DAY_US: Final = 86_400_000_000
 MAX_FORECAST_US: Final = 3650 * DAY_US
 MAX_LINES: Final = 1000
 

@@ -178,7 +178,7 @@ class LimitUsage(View):
     reset_s: float | None
     """Seconds until the counter is full again."""
     retry_s: float | None
-    """Seconds until a request of cost 1 is allowed; None if the algorithm does not tell."""
+    """Seconds until a request of cost 1 is allowed; None if the algorithm does not predict it."""
     unknown: str | None
     """The reason why usage is unknown."""
     shadow: bool

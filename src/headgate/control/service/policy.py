@@ -19,7 +19,7 @@ from headgate.control.config.rows import (
 from headgate.control.config.store import ConfigStore, document_format
 from headgate.control.service import guardrails, models
 from headgate.control.service.dependencies import MAX_ID, ServiceDependencies, TopicService
-from headgate.control.service.effective_policy import NOBODY, BasePolicy, base_policy_at, format_limit
+from headgate.control.service.effective_policy import NO_CLIENT, BasePolicy, base_policy_at, format_limit
 from headgate.control.service.errors import NotFound, Risk
 from headgate.control.service.listing import check_page
 from headgate.control.service.overrides import OverrideService, effective_an_hour_ago, parse_bucket
@@ -253,7 +253,7 @@ class PolicyService(TopicService):
     def _risks(self, before: Policy, after: Policy, *, is_document: bool = True) -> Iterator[Risk]:
         """The risks of a policy, compared with the current one and with that of an hour ago."""
         yield from guardrails.policy_risks(before, after, is_document=is_document)
-        if (earlier := effective_an_hour_ago(self._deps, NOBODY)) is not None:
+        if (earlier := effective_an_hour_ago(self._deps, NO_CLIENT)) is not None:
             yield from guardrails.gradual_policy_risks(earlier.base.policy, before, after)
 
     def _rollback_risks(self, version: int, sections: Collection[str]) -> Iterator[Risk]:

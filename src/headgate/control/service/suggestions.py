@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from headgate._fork import reinit_after_fork
+from headgate.clock import DAY_US
 from headgate.control.service.dependencies import ServiceDependencies, TopicService
 from headgate.control.service.models import View
 from headgate.errors import InvalidInput
@@ -24,7 +25,6 @@ __all__ = ["DEFAULT_GOAL", "MAX_DAYS", "SuggestedLimitView", "SuggestedTotal", "
 
 DEFAULT_GOAL: Final = "reject at most 0.1% of requests"
 MAX_DAYS: Final = 30
-DAY_US: Final = 86_400_000_000
 MAX_RECORDS: Final = 100_000
 """Records that are read, the newest ones: some seconds of work, and about 50 MB."""
 MAX_AGE_US: Final = 300_000_000

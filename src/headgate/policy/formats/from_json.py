@@ -57,7 +57,7 @@ def _places(text: str, spots: Iterable[SourcePosition]) -> dict[SourcePosition, 
 
 
 def _given_twice(text: str, value: object, doubled: Collection[int]) -> Iterator[tuple[NodePosition, str]]:
-    """Each key that stands twice in one of these mappings, where its last one stands."""
+    """Each key that occurs twice in one of these mappings, at the position of the last one."""
     keys = {(*path, key) for path, mapping in _mappings(value, ()) if id(mapping) in doubled for key in mapping}
     for spot, offsets in _offsets(text, keys).items():
         if spot.at_key and len(offsets) > 1:

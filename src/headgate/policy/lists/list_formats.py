@@ -106,7 +106,7 @@ LIST_FORMATS: Final = {"plain": _plain, "csv": _csv, "json": _json, "crowdsec": 
 
 
 def _lines(data: bytes) -> Iterator[str]:
-    """The lines of a text; of one that is too long, which is no network, only the first characters."""
+    """The lines of a text; a line that is too long for a network is truncated."""
     with io.TextIOWrapper(io.BytesIO(data), "utf-8-sig", errors="replace") as text:
         while line := text.readline(MAX_LINE_CHARS):
             yield line

@@ -345,5 +345,5 @@ def _follows_denials(line: DescriptorLine) -> bool:
 
 
 def _shadow(described: _DescribedMatch, cost: int, verdict: Verdict) -> Shadow:
-    met = AppliedLimit(described.rule.rule, described.key, cost, None, None)
-    return Shadow(met, Decision(False, (described.key,), (verdict,), None, None, 0, 0, cost))
+    applied = AppliedLimit(described.rule.rule, described.key, cost, None, None)
+    return Shadow(applied, Decision(False, (described.key,), (verdict,), None, None, 0, 0, cost))

@@ -184,7 +184,7 @@ def close_when_collected(connection: Any) -> None:
 
 
 def _new_poll(sock: Any, *, is_native: bool) -> Callable[[float], list[Any]]:
-    """A function that tells if the socket is readable, within a timeout."""
+    """A function that returns True if the socket is readable, within a timeout."""
     if is_native and hasattr(select, "poll"):
         poll = select.poll()
         poll.register(sock, select.POLLIN)

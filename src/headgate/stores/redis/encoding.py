@@ -44,7 +44,7 @@ __all__ = ["NO_KEYS", "Command", "CommandEncoder", "Keys", "Node", "Undo"]
 SERVER_MARGIN_MS: Final = 1_000
 """Time that a key outlives its debt, if the clock of the server applies to both."""
 CALLER_MARGIN_MS: Final = 3_600_000
-"""The same for clocks of clients, which may differ from each other, or stand still."""
+"""The same for clocks of clients, which may differ from each other, or be stopped."""
 
 MAX_PACKED: Final = 1_000
 """Combinations of limits whose packed form is cached."""
@@ -402,7 +402,7 @@ def _pack_names(keys: list[str]) -> Packed:
 
 
 def _packed(args: Sequence[Any]) -> bytes:
-    """Arguments of a command, without the header that tells their number."""
+    """Arguments of a command, without the header with their number."""
     packed: bytes = pack_command((*args,))
     return packed[packed.index(b"\n") + 1 :]
 

@@ -160,7 +160,7 @@ class Exchange:
         return self.deadline
 
     def report_health(self, node: Node | None, commands: list[Command]) -> None:
-        """Tell the breaker of a server that it replied, or refused to serve."""
+        """Record in the breaker of a server that it replied, or refused to serve."""
         if self.breakers is None:
             return
         for command in commands:

@@ -277,7 +277,7 @@ class _Pending:
 
 
 OVERSIZED: Final = b"\xff"
-"""Stands for a message that was too long to be received; no message is spelled like that."""
+"""Stands for a message that was too long to be received; no message consists of these bytes."""
 _INCOMPLETE: Final = object()
 _HEADER: Final = re.compile(rb"([*>$+:_-])([^\r\n]{0,4096})\r\n")
 _MAX_HEADER_BYTES: Final = 4_099

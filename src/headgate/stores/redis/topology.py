@@ -140,7 +140,7 @@ class _Discovered(Topology):
 
 
 class Sentinel(_Discovered):
-    """The primary of that name, as told by the sentinels."""
+    """The primary of that name, as reported by the sentinels."""
 
     expects = (list, type(None))
 
@@ -173,7 +173,7 @@ class Cluster(_Discovered):
 
     has_shards = True
     query = ("CLUSTER", "SLOTS")
-    failure = "no server of the cluster could tell its slots"
+    failure = "no server of the cluster reported its slots"
 
     def __init__(self, seeds: Sequence[Node]) -> None:
         super().__init__(seeds)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from headgate.calendars import Calendar
+from headgate.clock import SECOND_US
 from headgate.limits import Limit
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ ENVOY_METHODS: Final = frozenset({ENVOY, ENVOY_QUOTA})
 
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 
-SECOND_US: Final = 1_000_000
 FIRST_LIST: Final = -3
 """The index of the first column with a list."""
 

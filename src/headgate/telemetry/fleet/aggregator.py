@@ -1,7 +1,7 @@
 """Fleet status: the reports of all nodes, read from the status store and summed second by second.
 
 Nodes need no synchronised clocks. A node numbers its seconds by its own clock; the age of its documents, measured by
-the status store, tells the reader by how many whole seconds these numbers are off. The offset is kept while it is right
+the status store, shows by how many whole seconds these numbers are off. The offset is kept while it is right
 within `MAX_DRIFT`, so that a chart never jumps back and forth between two seconds.
 """
 

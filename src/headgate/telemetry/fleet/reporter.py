@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from headgate._fork import reinit_after_fork
 from headgate._node import node_name
+from headgate.clock import SECOND_US
 from headgate.errors import InvalidConfiguration, StoreError
 from headgate.telemetry.decision_log.log import DecisionLog, is_number
 from headgate.telemetry.fleet.abuse_exchange import AbuseExchange
-from headgate.telemetry.fleet.rollups import SECOND_US, ClientRequests, MinuteRollup, SecondRollups, encode
+from headgate.telemetry.fleet.rollups import ClientRequests, MinuteRollup, SecondRollups, encode
 from headgate.telemetry.pseudonyms import NodePseudonyms, Pseudonymizer
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
+from headgate.clock import SECOND_US
 from headgate.policy.snapshot import client_kind
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ __all__ = [
 OUTCOMES: Final = ("allowed", "denied", "blocked", "unavailable", "degraded")
 """The counts of a second, in their order in documents; degraded requests are counted by their outcome as well."""
 
-SECOND_US: Final = 1_000_000
-MINUTE_US: Final = 60_000_000
 MAX_PENDING_SECONDS: Final = 10
 MAX_CLIENTS: Final = 10_000
 """Clients of one second; the requests of others are counted without a client."""

@@ -1,7 +1,7 @@
 """Status stores: short-lived documents that nodes write and operators read.
 
 Documents are expendable: while a status store is unavailable, charts lack their last seconds, and requests lose
-nothing. The store's own clock tells how old a document is, whatever the clocks of the nodes say.
+nothing. The store's own clock measures how old a document is, whatever the clocks of the nodes say.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta, tzinfo
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._limit_syntax import spell
+from headgate.clock import SECOND_US
 from headgate.policy.addresses import canonical
 from headgate.policy.api_keys import PREFIX
 from headgate.policy.snapshot import UNMATCHED
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DETAILS_TITLE", "details", "mail", "plain"]
 
-SECOND_US: Final = 1_000_000
 
 SOURCES: Final = {"override": ", from an override", "tier": ", from the tier", "action": ", tightened by an action"}
 
@@ -264,7 +264,7 @@ def _is_uniform(found: LimitDenials) -> bool:
 
 
 def _uses_tokens(found: LimitDenials) -> bool:
-    """True if requests cost more or less than one, so that the limit cannot be told in requests."""
+    """True if requests cost more or less than one, so that the limit cannot be expressed in requests."""
     return found.denial.cost != 1 or not _is_uniform(found)
 
 

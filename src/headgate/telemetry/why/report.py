@@ -138,7 +138,7 @@ class RejectionReport:
 def why(
     reader: Reader, asked: ClientQuery, span: Span, *, policy: Policy | None = None, most: int = MOST
 ) -> RejectionReport:
-    """Report on a client in a period. The current policy tells how limits are sharded."""
+    """Report on a client in a period. The current policy contains how limits are sharded."""
     since_us, until_us = span.since_us, span.until_us
     records = reader.find(asked.keys, since_us=since_us, until_us=until_us, most=most + 1)
     is_cut, records = len(records) > most, records[:most]

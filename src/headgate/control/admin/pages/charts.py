@@ -22,7 +22,7 @@ MIN_DECADES: Final = 2
 STEPS: Final = (1.0, 2.0, 4.0, 5.0, 10.0)
 """Leading digits of the top of a scale, whose halves are round numbers, too."""
 HATCH_ANGLES: Final = {"denied": 45, "blocked": -45, "unavailable": 90}
-"""Bands drawn with a pattern, for those who cannot tell colours apart, and its angle."""
+"""Bands drawn with a pattern, for readers who cannot distinguish colours, and its angle."""
 DECISIONS: Final = ("allowed", "denied", "blocked", "unavailable")
 """The outcomes of a decision, as CSS classes."""
 

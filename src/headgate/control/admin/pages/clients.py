@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 
 from starlette.responses import RedirectResponse
 
+from headgate.clock import SECOND_US
 from headgate.control.admin.pages import charts, filters
 from headgate.control.admin.pages.base import Handler, Visit
 from headgate.control.admin.pages.forms import FieldError, bucket, change_context, reason, submit, until
@@ -42,8 +43,6 @@ __all__ = [
     "unblock",
     "why",
 ]
-
-SECOND_US: Final = 1_000_000
 
 
 class TimeRange(NamedTuple):

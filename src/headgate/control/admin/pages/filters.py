@@ -11,6 +11,7 @@ from zoneinfo import ZoneInfo
 from jinja2 import pass_context
 from markupsafe import Markup
 
+from headgate.clock import EPOCH, SECOND_US
 from headgate.telemetry.human_time import end_in_words, shown
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EPOCH", "FILTERS", "client_url", "count", "duration", "latency", "number", "parse_zone", "scope"]
 
-SECOND_US: Final = 1_000_000
-EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 YEAR: Final = 31_557_600
 UNITS: Final = ((86_400, "day"), (3_600, "hour"), (60, "minute"), (1, "second"))
 NOW_S: Final = 2

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from starlette.responses import Response
 
-from headgate.control.admin.pages.filters import EPOCH, client_url
+from headgate.clock import EPOCH
+from headgate.control.admin.pages.filters import client_url
 from headgate.control.admin.problems import of_error
 from headgate.control.admin.sessions import CSRF_FIELD
 from headgate.control.config import ConfigUnavailable, Conflict
 from headgate.control.service import ChangeContext, ClientRef
+from headgate.control.service.dependencies import MAX_REASON_LENGTH
 from headgate.control.service.errors import NeedsConfirmation, NotAllowed, NotFound
 from headgate.errors import HeadgateError, InvalidInput, InvalidPolicy
 from headgate.limits import Limit
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FieldError", "Submission", "bucket", "change_context", "reason", "submit", "until", "until_us"]
 
-MAX_REASON_LENGTH: Final = 500
 MAX_CONFLICTS: Final = 8
 """Versions listed when the configuration was changed in the meantime."""
 FIELD_TITLES: Final = {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 from uuid import uuid4
 
+from headgate.clock import EPOCH
 from headgate.control.admin.pages import charts
 from headgate.control.admin.pages.forms import FieldError, change_context, submit, until
 from headgate.control.admin.pages.lists import show_list
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["account", "adjust", "grant"]
 
 MAX_LINES: Final = 100
-EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 _MONTH: Final = re.compile(r"([12]\d{3})-(0[1-9]|1[0-2])")
 _AMOUNT: Final = re.compile(r"[+-]?\d{1,16}")

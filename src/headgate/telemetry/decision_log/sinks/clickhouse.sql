@@ -39,7 +39,7 @@ CREATE TABLE IF NOT EXISTS decisions
     INDEX by_client clients TYPE bloom_filter(0.001) GRANULARITY 1,
     INDEX by_time at_us TYPE minmax GRANULARITY 1
 )
--- Written twice is written once: rows with the same key, in which the id stands, become one when parts are merged, and
+-- Written twice is written once: rows with the same key, which contains the id, become one when parts are merged, and
 -- for readers that say FINAL at once.
 ENGINE = ReplacingMergeTree
 PARTITION BY toYYYYMM(at)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from headgate._sqlite import FileId, close_stale, create_file, file_id, set_journal_mode
+from headgate.clock import DAY_US
 from headgate.errors import InvalidConfiguration
 from headgate.telemetry.decision_log.record import REJECTIONS, DecisionRecord, id_prefix
 from headgate.telemetry.decision_log.sinks import REJECTED, ConnectedSink, Count, InvalidLog, MissingLog, parse_file
@@ -25,7 +26,6 @@ __all__ = ["SqliteReader", "SqliteSink", "open_reader", "open_sink"]
 
 logger = logging.getLogger("headgate")
 
-DAY_US: Final = 86_400_000_000
 VERSION: Final = 2
 """The version of the schema, in `PRAGMA user_version`."""
 ROWS_PER_INSERT: Final = 1000
