@@ -165,6 +165,12 @@ def test_subrequests_are_about_the_original_request(headers: dict[str, str]) -> 
     assert (denied.status_code, denied.headers["retry-after"]) == (403, "20")
 
 
+@pytest.mark.parametrize("denied", ["200", "600", "x", "40\u0663", "4030", ""])
+def test_a_status_that_is_no_rejection_is_invalid(denied: str) -> None:
+    answer = Api().request("GET", "/auth", params={"denied": denied})
+    assert (answer.status_code, answer.json()["message"]) == (422, "query.denied: use a status from 400 to 599")
+
+
 def test_openapi_describes_every_operation() -> None:
     paths = Api().request("GET", "/openapi.json").json()["paths"]
     names = {"check", "peek", "reserve", "commit", "refund", "hold", "renew", "leave"}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from fastapi import APIRouter, HTTPException, Query, Request, Response
+from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import Field
+from starlette.routing import Route
 
 from headgate.errors import InvalidInput, StoreError
 from headgate.server.check_service import (
@@ -63,20 +64,33 @@ def add_check_routes(router: APIRouter, service: CheckService) -> None:
 
 
 def add_auth_route(router: APIRouter, service: CheckService) -> None:
-    """Add /auth, which gateways ask about every request before they pass it on."""
+    """Add /auth, which gateways ask about every request before they pass it on.
 
-    @router.api_route("/auth", methods=[*AUTH_METHODS], include_in_schema=False)
-    async def auth(
-        request: Request,
-        denied: Annotated[int, Query(ge=400, le=599, description="Status of rejections; nginx needs 403.")] = 0,
-    ) -> Response:
+    A route of Starlette, as the parameters of FastAPI's take as long as the check itself.
+    """
+
+    async def auth(request: Request) -> Response:
         """Answer a subrequest of nginx, or the forward authentication of Traefik, Caddy or HAProxy."""
         peer = request.client.host if request.client is not None else None
+        denied = _denied_status(request) if request.scope["query_string"] else 0
         admission = await service.admit(ForwardedRequest(request.headers, peer))
         if admission.refusal is None:
             return Response(status_code=200, headers=header_fields(admission.headers))
         refusal = admission.refusal
         return Response(refusal.body, denied or refusal.status, header_fields(refusal.headers))
+
+    router.routes.append(Route("/auth", auth, methods=[*AUTH_METHODS], include_in_schema=False))
+
+
+def _denied_status(request: Request) -> int:
+    """The status of rejections that the gateway needs, such as 403 for nginx; 0 for that of the rejection."""
+    text = request.query_params.get("denied", "0")
+    if text == "0":
+        return 0
+    if not (text.isascii() and text.isdigit() and len(text) == len("403") and 400 <= int(text) <= 599):
+        problem = {"loc": ("query", "denied"), "msg": "use a status from 400 to 599", "type": "value_error"}
+        raise RequestValidationError([problem])
+    return int(text)
 
 
 class BodySizeLimit:

@@ -80,7 +80,7 @@ class LimitBody(_Body):
 
     limit: str = Field(description="The limit in the syntax of policies.", examples=["100/minute, burst 20"])
     name: str = Field(default="default", description="Limits of different names have different counters.")
-    by: list[str | int] = Field(default=[], description="The parts of the client's identity.", max_length=10)
+    by: list[str | int] = Field(default_factory=list, description="The parts of the client's identity.", max_length=10)
     algorithm: str | None = Field(default=None, description='The algorithm; by default, "token_bucket".')
     cost: int = Field(default=1, ge=0, description="The cost of the request on this limit.")
 
@@ -101,8 +101,12 @@ class DescribedRequestBody(_Body):
     method: str = "GET"
     path: str
     ip: str | None = Field(default=None, description="The address of the client.")
-    headers: dict[str, str] = Field(default={}, description="Headers with API keys, if the policy counts by them.")
-    identities: dict[str, str] = Field(default={}, description='Other identities: {"user": "ada", "tenant": "acme"}.')
+    headers: dict[str, str] = Field(
+        default_factory=dict, description="Headers with API keys, if the policy counts by them."
+    )
+    identities: dict[str, str] = Field(
+        default_factory=dict, description='Other identities: {"user": "ada", "tenant": "acme"}.'
+    )
 
 
 class CheckBody(_Body):
@@ -392,9 +396,10 @@ def _from_decision(decision: Decision) -> DecisionAnswer:
 
 
 def _from_admission(admission: Admission) -> DecisionAnswer:
-    answer = DecisionAnswer(allowed=admission.allowed, reason="no limit applies", retry_after=0)
     if admission.decision is not None:
         answer = _from_decision(admission.decision)
+    else:
+        answer = DecisionAnswer(allowed=admission.allowed, reason="no limit applies", retry_after=0)
     if admission.refusal is not None:
         answer.allowed = False
         answer.reason = answer.reason if admission.decision is not None else admission.refusal.message
@@ -407,8 +412,7 @@ def _from_admission(admission: Admission) -> DecisionAnswer:
 
 def header_fields(headers: Any) -> dict[str, str]:
     """The headers of an admission or a rejection as text."""
-    return {_text(name): _text(value) for name, value in headers}
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode("latin-1") if isinstance(value, bytes) else value
+    return {
+        name if type(name) is str else str(name, "latin-1"): value if type(value) is str else str(value, "latin-1")
+        for name, value in headers
+    }

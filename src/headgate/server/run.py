@@ -61,6 +61,8 @@ DIRECTORY_VARIABLE: Final = "HEADGATE_SERVE_DIRECTORY"
 
 POLL_INTERVAL_S: Final = 0.1
 RESTART_DELAY_S: Final = 1.0
+_FIRST_ROUTES: Final = {"/v1/check": 0, "/auth": 1}
+"""Those that gateways and apps ask about every request."""
 DRAIN_TIMEOUT_S: Final = 10.0
 MAX_DEADLINE_S: Final = 60.0
 
@@ -276,9 +278,13 @@ def _create_app(options: ServerOptions, checks: CheckService, verifier: TokenVer
         add_check_routes(app.router, checks)
         if checks.has_policy:
             add_auth_route(app.router, checks)
-    # Routes are tried in their order: those of every request before the documentation, which FastAPI adds first.
-    app.router.routes.sort(key=lambda route: not isinstance(route, APIRoute))
+    # Routes are tried in their order: those of every request first, and the documentation, which FastAPI adds, last.
+    app.router.routes.sort(key=_route_rank)
     return app
+
+
+def _route_rank(route: Any) -> tuple[int, bool]:
+    return _FIRST_ROUTES.get(route.path, len(_FIRST_ROUTES)), not isinstance(route, APIRoute)
 
 
 def is_local(address: str) -> bool:
