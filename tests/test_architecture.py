@@ -54,9 +54,10 @@ EXPORTS = [
 
 LAYERS = (
     {"__main__", "cli", "demo", "pytest_plugin", "testing"},
+    {"simulation"},
     {"server"},
     {"control", "quotas"},
-    {"replay", "simulation"},
+    {"replay"},
     {"telemetry"},
     {"adapters", "clients"},
     {"gate"},
@@ -86,6 +87,7 @@ MAY_AWAIT = {
     "gate/base.py",
     "gate/gate.py",
     "control/admin/middleware.py",
+    "simulation/simulated_gateways.py",
     "server/access.py",
     "server/check_api.py",
     "server/call_deadline.py",
@@ -99,6 +101,7 @@ MAY_AWAIT = {
     "server/grpc_server.py",
     "server/health.py",
     "server/json_route.py",
+    "server/quota_grants.py",
     "server/run.py",
     "server/worker_stats.py",
 }

@@ -73,6 +73,10 @@ def _lines(result: SimulationResult, out: Terminal) -> Iterator[str]:
         "check": f"p50 {result.p50_ms:g} ms, p99 {result.p99_ms:g} ms, p99.9 {result.p999_ms:g} ms",
         "node": f"{result.node_cpu:.1%} of a core for checks",
     }
+    if result.gateway_calls:
+        alone = f"; {result.undecided:,} requests decided without a node" if result.undecided else ""
+        per_request = result.gateway_calls / result.requests
+        facts["gateways"] = f"{result.gateway_calls:,} calls to nodes, {per_request:.3f} per request{alone}"
     if result.degraded or result.errors:
         facts["without the store"] = f"{result.degraded:,} requests, at most {result.node_outage_s:.1f} s on one node"
     if result.cost is not None:

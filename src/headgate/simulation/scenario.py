@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from headgate.regions.cost import RegionCost
 
 __all__ = [
-    "Fault", "NetworkModel", "NodeSettings", "Prices", "RegionLayout", "Retries", "Scenario", "ServerModel",
-    "TrafficSource", "load_scenario", "read_scenario",
+    "Fault", "GatewaySettings", "NetworkModel", "NodeSettings", "Prices", "RegionLayout", "Retries", "Scenario",
+    "ServerModel", "TrafficSource", "load_scenario", "read_scenario",
 ]  # fmt: skip
 
 MAX_REQUESTS: Final = 200_000_000
@@ -80,6 +80,23 @@ class RegionLayout:
     round_trip_ns: int = 80_000_000
     """The time of a round trip to another region."""
     central_budget_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Gateways that clients reach instead of nodes, such as Envoy in front of `headgate serve`."""
+
+    count: int = 1
+    has_quotas: bool = False
+    """True if they decide within quotas that nodes grant (RLQS); otherwise they call a node for each request."""
+    round_trip_ns: int = 500_000
+    timeout_s: float = 0.02
+    """The time that a call may take."""
+    allows_on_failure: bool = True
+    """True if a request without an answer in time passes."""
+    allows_without_quota: bool = True
+    """True if requests pass before the first grant, or after the end of one."""
+    report_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +178,7 @@ class Scenario:
     store: ServerModel = field(default_factory=ServerModel)
     network: NetworkModel = field(default_factory=NetworkModel)
     regions: RegionLayout = field(default_factory=RegionLayout)
+    gateways: GatewaySettings | None = None
     faults: tuple[Fault, ...] = ()
     prices: Prices | None = None
     scale: int = 1
@@ -193,11 +211,18 @@ class Scenario:
             both = sorted(single & several)
             remedy = "give the single client a limit of its own"
             raise InvalidInput(f"limit {both[0]!r} is of one client and of many, so it cannot be scaled; {remedy}")
+        gateways = self.gateways
+        if gateways is not None:
+            if gateways.count % factor:
+                problem = f"scale {factor} does not divide the {gateways.count} gateways"
+                raise InvalidInput(f"{problem}; give a divisor of it")
+            gateways = replace(gateways, count=gateways.count // factor)
         limits = {name: _divided(limit, factor) if name in single else limit for name, limit in self.limits.items()}
         return replace(
             self,
             limits=limits,
             nodes=replace(self.nodes, count=nodes),
+            gateways=gateways,
             # Fewer shards that are as busy, or slower ones.
             store=_scaled_store(self.store, factor),
             faults=tuple(
@@ -395,6 +420,18 @@ _REGIONS: Final = Struct(
         "central_budget": Field(_SECONDS, "The time that the home region may take."),
     },
 )
+_GATEWAYS: Final = Struct(
+    "gateways",
+    {
+        "count": Field(_whole(1, MAX_NODES, 20), "Gateways, which clients reach at random."),
+        "mode": Field(_scalar(scalars.choice("calls", "quotas")), "A call for each request, or quotas."),
+        "round_trip": Field(_TIME_NS, "The time of a round trip to a node."),
+        "timeout": Field(_SECONDS, "The time that a call may take."),
+        "on_failure": Field(_scalar(scalars.choice("allow", "deny")), "What they do without an answer in time."),
+        "without_quota": Field(_scalar(scalars.choice("allow", "deny")), "What they do without a valid grant."),
+        "report": Field(_SECONDS, "The interval of the reports on quotas."),
+    },
+)
 _RETRY: Final = Struct(
     "retries",
     {
@@ -460,6 +497,7 @@ _SCENARIO: Final = Struct(
         "store": Field(_STORE, "The servers."),
         "network": Field(_NETWORK, "The network."),
         "regions": Field(_REGIONS, "The regions."),
+        "gateways": Field(_GATEWAYS, "The gateways that call the nodes; none, if not given."),
         "limits": Field(_LIMITS, "The limits."),
         "traffic": Field(ListOf(_TRAFFIC, "[{limits: per-key, rate: 100/second}]"), "The clients."),
         "faults": Field(ListOf(_FAULT, "[{kind: store_down, at: 3 s, for: 2 s}]"), "What fails."),
@@ -506,6 +544,7 @@ def _built(found: StructValue, problems: PolicyProblems, scale: int | None) -> S
     nodes, store, network = (_fields(found.get(name)) for name in ("nodes", "store", "network"))
     shards = store.get("shards", 1)
     faults = tuple([_fault(each, shards, duration_s, regions) for each in found.get("faults", ())])
+    gateways = _gateways(found.get("gateways"), traffic, regions)
     if nodes.get("count", 1) < len(regions.names):
         problems.add(("nodes",), f"count: give at least {len(regions.names)} nodes, one for each region")
     if sum(source.rate for source in traffic) * duration_s > MAX_REQUESTS:
@@ -528,6 +567,7 @@ def _built(found: StructValue, problems: PolicyProblems, scale: int | None) -> S
         store=ServerModel(**_renamed(store, cpu_call="call_ns", cpu_batch="batch_ns")),
         network=NetworkModel(**_renamed(network, round_trip="round_trip_ns")),
         regions=regions,
+        gateways=gateways,
         faults=faults,
         prices=None if prices is None else Prices(**prices.fields),
     )
@@ -547,6 +587,31 @@ def _renamed(fields: dict[str, Any], **names: str) -> dict[str, Any]:
     if isinstance(lease := made.get("lease_us"), timedelta):
         made["lease_us"] = lease // timedelta(microseconds=1)
     return made
+
+
+def _gateways(
+    found: StructValue | None, traffic: tuple[TrafficSource, ...], regions: RegionLayout
+) -> GatewaySettings | None:
+    if found is None:
+        return None
+    has_quotas = found.get("mode") == "quotas"
+    for name in ("report", "without_quota") if not has_quotas else ("timeout", "on_failure"):
+        if name in found.fields:
+            found.report(name, f"{name}: means nothing in mode {'quotas' if has_quotas else 'calls'}; leave it out")
+    if has_quotas:
+        if len(regions.names) > 1:
+            found.report("mode", "mode: quotas are simulated in one region; leave regions out, or write mode: calls")
+        if any(len(source.limits) > 1 for source in traffic):
+            found.report("mode", "mode: quotas have one bucket for each request; give each traffic one limit")
+    return GatewaySettings(
+        count=found.get("count", 1),
+        has_quotas=has_quotas,
+        round_trip_ns=found.get("round_trip", 500_000),
+        timeout_s=found.get("timeout", 0.02),
+        allows_on_failure=found.get("on_failure", "allow") == "allow",
+        allows_without_quota=found.get("without_quota", "allow") == "allow",
+        report_s=found.get("report", 5.0),
+    )
 
 
 def _region_layout(found: StructValue | None, limits: Mapping[str, Limit]) -> RegionLayout:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 from headgate.simulation.simulated_store import SimulatedStore
 from headgate.simulation.virtual_time import VirtualRuntime
 
-__all__ = ["Answer", "SimulatedEngine", "SimulatedNode"]
+__all__ = ["Answer", "FlowRun", "SimulatedEngine", "SimulatedNode"]
 
 Answer = "Callable[[Decision | StoreError, int], None]"
 """Receives a decision, or the error of mode `raise`, and when it was made: by the server, or now."""
@@ -70,7 +70,7 @@ class SimulatedEngine(Engine):
         elif isinstance(found, Decision):
             answer(found, self.time.now_ns)
         else:
-            _FlowRun(self, found, answer).advance()
+            FlowRun(self, found, answer).advance()
 
     def _finish(
         self, check: Check, counted: Check, answer: Callable[[Any, int], None], result: Any, at_ns: int
@@ -85,7 +85,7 @@ class SimulatedEngine(Engine):
             if isinstance(found, Decision):
                 answer(found, at_ns)
             else:
-                _FlowRun(self, found, answer).advance()
+                FlowRun(self, found, answer).advance()
 
     def _region_clients(self, regions: Regions, *options: Any) -> Any:
         stores = dict(regions.urls)
@@ -102,7 +102,7 @@ class SimulatedEngine(Engine):
             self.maintenance.close()
 
 
-class _FlowRun:
+class FlowRun:
     """A flow on its way."""
 
     __slots__ = ("_answer", "_engine", "_executed_ns", "_steps", "_waits")
@@ -134,7 +134,7 @@ class _FlowRun:
         elif isinstance(step, AtHome):
             home: SimulatedEngine = engine.home
             steps = flow.run(step.operation, home.tier, step.fallback or home.failure, home.router)
-            _FlowRun(home, steps, self._receive).advance()
+            FlowRun(home, steps, self._receive).advance()
         else:
             engine.store.submit(step, self._receive)
 

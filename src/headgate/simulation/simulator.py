@@ -15,6 +15,7 @@ from zlib import crc32
 from headgate import bounds
 from headgate.bounds import OvershootMeter
 from headgate.errors import StoreError
+from headgate.simulation.simulated_gateways import make_gateways
 from headgate.simulation.simulated_node import SimulatedNode
 from headgate.simulation.simulated_store import SimulatedShard
 from headgate.simulation.traffic import arrivals
@@ -109,6 +110,10 @@ class SimulationResult:
     store_calls: int
     background_calls: int
     round_trips: int
+    gateway_calls: int
+    """Calls of gateways to nodes."""
+    undecided: int
+    """Requests that gateways decided without an answer of a node, or without a quota."""
     store_calls_per_request: float
     limits: tuple[LimitResult, ...]
     p50_ms: float
@@ -167,6 +172,7 @@ class _Simulation:
         self._nodes_of = {region: [node for node in self._nodes if node.region == region] for region in regions}
         self._is_cut = False
         """True once regions were cut off from each other."""
+        self._gateways = make_gateways(scenario.gateways, self._nodes, self._time, Random(f"{scenario.seed} gateways"))
         self._uses = {name: _LimitUse(limit) for name, limit in scenario.limits.items()}
         self._checks: dict[tuple[int, str], Check] = {}
         self._pending: list[tuple[int, str, str, int]] = []
@@ -226,9 +232,14 @@ class _Simulation:
                 return
             node = self._nodes[(node.number + len(self._nodes_of)) % len(self._nodes)]  # of the same region
         sent_ns = self._time.now_ns
-        node.engine.decide(
-            check, lambda decision, at_ns: self._finish(number, check, node, attempt, sent_ns, decision, at_ns)
-        )
+
+        def answer(decision: Any, at_ns: int) -> None:
+            self._finish(number, check, node, attempt, sent_ns, decision, at_ns)
+
+        if self._gateways is None:
+            node.engine.decide(check, answer)
+        else:
+            self._gateways.decide(node, check, answer)
 
     def _finish(
         self, number: int, check: Check, node: SimulatedNode, attempt: int, sent_ns: int, decision: Any, at_ns: int
@@ -375,6 +386,8 @@ class _Simulation:
         calls_per_request = store_calls / self._requests if self._requests else 0.0
         answered = self._latencies.total()
         cpu_ns = self._local * scenario.nodes.local_ns + (answered - self._local) * scenario.nodes.call_ns
+        if self._gateways is not None:
+            cpu_ns = self._gateways.calls * scenario.nodes.call_ns
         outages = [end_ns - began_ns for node in self._nodes for began_ns, end_ns, _ in node.outages]
         return SimulationResult(
             name=scenario.name,
@@ -390,6 +403,8 @@ class _Simulation:
             store_calls=store_calls,
             background_calls=sum(shard.background_calls for shard in self._shards),
             round_trips=sum(node.round_trips for node in self._nodes),
+            gateway_calls=0 if self._gateways is None else self._gateways.calls,
+            undecided=0 if self._gateways is None else self._gateways.undecided,
             store_calls_per_request=round(calls_per_request, 6),
             limits=limits,
             p50_ms=_quantile(self._latencies, 0.5),
@@ -424,8 +439,11 @@ class _Simulation:
         if settings.on_failure == "open" and self._degraded:
             return None
         losses = max(shard.losses for shard in self._shards) + self._clock_steps
+        beyond = 0 if self._gateways is None else self._gateways.bound(limit)
+        if beyond is None:
+            return None
         lease_us = 0 if limit.name in self._scenario.never_leased else settings.lease_us
-        bound = bounds.prepaid(limit, lease_us) + bounds.lost_data(limit, losses)
+        bound = beyond + bounds.prepaid(limit, lease_us) + bounds.lost_data(limit, losses)
         if limit.region in ("regional", "reconciled"):  # each region has counters of its own
             span_us = round(self._scenario.duration_s * 1_000_000)
             is_connected = limit.region == "reconciled" and not (self._is_cut or losses or self._degraded)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from headgate import AsyncLimiter, Limit
 from headgate.bounds import quota_grants
 from headgate.server.envoy import AsyncRateLimitService
-from headgate.server.envoy.quota_service import IDLE_REPORTS, QuotaService
+from headgate.server.envoy.quota_service import QuotaService
+from headgate.server.quota_grants import IDLE_REPORTS
 from headgate.telemetry.fleet.aggregator import FleetAggregator
 from headgate.telemetry.fleet.model import QuotaHolding
 from headgate.telemetry.fleet.reporter import StatusReporter
