@@ -62,9 +62,19 @@ def test_policy_page_shows_the_versions_of_a_rollout(
         expect(card).to_contain_text(f"Version {candidate.digest} on nodes web-2, which changes gcra.")
         expect(card.get_by_role("row", name="web-2:8")).to_contain_text("1,200")
         expect(card.get_by_role("row", name="web-2:8")).to_contain_text("1.50×")
-        client.end(rollout.id, "rolled back", by="node web-2", reason="difference 1")
-        page.reload()
-        expect(card).to_contain_text("by node web-2: “difference 1”")
+        expect(card.get_by_text("Roll back")).to_have_count(0)  # a viewer
+        page.goto(server.link(tokens.make("olga", "operator", by="tests").token))
+        page.goto(f"{server.url}/policy")
+        card.get_by_text("Promote", exact=True).click()
+        card.get_by_label("Reason").first.fill("faster")
+        card.get_by_role("button", name="Promote to all nodes").click()
+        expect(page.get_by_text("in 1200 runs, the candidate had 1 differences")).to_be_visible()
+        page.goto(f"{server.url}/policy")
+        card.get_by_text("Roll back", exact=True).click()
+        card.get_by_label("Reason").last.fill("difference 1")
+        card.get_by_role("button", name="Roll back the scripts").click()
+        expect(page.get_by_text("Scripts rolled back")).to_be_visible()
+        expect(card).to_contain_text("by olga: “difference 1”")
         for width in (1280, 390):
             page.set_viewport_size({"width": width, "height": 800})
             assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -43,6 +43,8 @@ from headgate.control.service.models import ROLES, Change
 from headgate.control.service.service import AdminService
 from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput
 from headgate.quotas import Ledger, QuotaPlan
+from headgate.stores.redis.rollout import CanaryThresholds, RolloutClient, new_rollout
+from headgate.stores.redis.scripts import ScriptSet
 from headgate.testing import FakeClock
 from support.asgi_client import scope, talk
 from support.servers import wait_until
@@ -51,6 +53,8 @@ from support.webhook_receiver import WebhookReceiver
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Self
+
+    from support.servers import RedisServer
 
 POLICY = """
 tier: free
@@ -95,6 +99,13 @@ class Admin:
         """Seconds between requests, by the clock of the server's own limits."""
         GATE_CLOCK.advance(3600)
         self._runner = asyncio.Runner()
+
+    def count_in(self, counters: Limiter) -> None:
+        """Use these counters from now on."""
+        self.counters.close()
+        self.counters = counters
+        self.service = AdminService(self.store, counters=counters, secret=SECRET, clock=self.clock)
+        self.app.state.parts = Parts(self.service, self.tokens, IdempotencyStore(self.tokens))
 
     def ask(self, method: str, path: str, *, role: str | None = "admin", **options: Any) -> httpx.Response:
         return self.together((method, path), role=role, **options)[0]
@@ -255,8 +266,11 @@ TABLE = [
     Row("operator", "DELETE", "routes?path=/api/find&reason=over"),
     Row("operator", "PUT", "policy", {"text": POLICY + "name: shop\n", "file": "policy.yaml"} | WHY, based_on=True),
     Row("operator", "POST", "policy/canary", {"text": POLICY + "name: shop\n", "percent": 10} | WHY, based_on=True),
+    Row("operator", "GET", "policy/suggestions"),
     Row("operator", "POST", "policy/canary/promote", {"confirm": ["canary"]} | WHY),
     Row("operator", "POST", "policy/canary/rollback", {} | WHY),
+    Row("operator", "POST", "scripts/promote", {"confirm": ["canary"]} | WHY),
+    Row("operator", "POST", "scripts/rollback", {} | WHY),
     Row("operator", "POST", "ledger/grants", {"account": "acme", "amount": 100} | WHY),
     Row("operator", "POST", "ledger/adjustments", {"account": "acme", "amount": -5} | WHY),
     Row("operator", "POST", "versions/1/restore", {"sections": ["tiers"]} | WHY),
@@ -264,6 +278,18 @@ TABLE = [
     Row("admin", "POST", "tokens", {"name": "eve", "role": "viewer", "days": 3}),
     Row("admin", "DELETE", "tokens/TOKEN"),
 ]
+
+
+def start_scripts(limiter: Limiter) -> str:
+    """Start a canary of scripts; returns the version of the candidate."""
+    shipped = ScriptSet.shipped()
+    candidate = shipped.replace({"gcra": f"-- faster\n{shipped.sources['gcra']}"})
+    with closing(limiter.engine.store.background_client()) as background:
+        client = RolloutClient(background)
+        by: dict[str, Any] = {"author": "ada", "reason": "faster"}
+        rollout = new_rollout(candidate, CanaryThresholds(), percent=50, nodes=(), view=client.read(), **by)
+        assert client.write(rollout, 0)
+    return candidate.digest
 
 
 def take_action(admin: Admin) -> str:
@@ -285,8 +311,13 @@ def sent(admin: Admin, row: Row, role: str | None) -> httpx.Response:
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.method} {row.path.partition('?')[0]}")
-def test_each_role_may_do_what_those_before_it_may_and_no_more(row: Row, furnished: Admin) -> None:
+def test_each_role_may_do_what_those_before_it_may_and_no_more(
+    row: Row, furnished: Admin, redis7: RedisServer, unique: str
+) -> None:
     admin = furnished
+    if row.path.startswith("scripts/"):
+        admin.count_in(Limiter(redis7.url, namespace=unique))
+        start_scripts(admin.counters)
     if row.path in ("policy/canary/promote", "policy/canary/rollback"):
         admin.store.start_canary(POLICY + "name: shop\n", CanarySpec(percent=10), author="ada", reason="a test")
     before = admin.store.version
@@ -300,6 +331,41 @@ def test_each_role_may_do_what_those_before_it_may_and_no_more(row: Row, furnish
         assert admin.store.version == before
     allowed = sent(admin, row, row.role)
     assert allowed.status_code == 200, allowed.text
+
+
+def test_scripts_are_promoted_and_rolled_back(admin: Admin, redis7: RedisServer, unique: str) -> None:
+    for path in ("promote", "rollback"):
+        refused = admin.ask("POST", f"scripts/{path}", json=WHY)
+        assert (refused.status_code, refused.json()["detail"]) == (422, "counters in memory need no scripts")
+    admin.count_in(Limiter(redis7.url, namespace=unique))
+    assert admin.ask("POST", "scripts/promote", json=WHY).json()["detail"] == "there is no rollout of scripts"
+    version = start_scripts(admin.counters)
+    refused = admin.ask("POST", "scripts/promote", json=WHY)
+    assert (refused.status_code, refused.json()["type"]) == (409, "confirmation-needed")
+    assert "no node has compared" in refused.text
+    done = admin.ask("POST", "scripts/promote", json={"confirm": ["canary"]} | WHY)
+    assert done.json()["what"] == f"promoted version {version} of the scripts"
+    rollout = admin.ask("GET", "scripts").json()["rollout"]
+    assert (rollout["state"], rollout["ended_by"], rollout["reason"]) == ("promoted", "admin", "a test")
+    again = admin.ask("POST", "scripts/promote", json=WHY)
+    assert (again.status_code, again.json()["detail"]) == (404, "the rollout is promoted already")
+    admin.clock.advance(1)
+    assert admin.ask("POST", "scripts/rollback", json=WHY).status_code == 200
+    entries = [each for each in admin.ask("GET", "audit").json()["items"] if "scripts" in each["action"]]
+    assert [(each["action"], each["about"]) for each in entries] == [
+        (f"{state} scripts", f"version {version}") for state in ("rolled back", "promoted")
+    ]
+
+
+def test_scripts_that_differed_are_promoted_with_a_confirmation(admin: Admin, redis7: RedisServer, unique: str) -> None:
+    admin.count_in(Limiter(redis7.url, namespace=unique))
+    start_scripts(admin.counters)
+    with closing(admin.counters.engine.store.background_client()) as background:
+        client = RolloutClient(background)
+        client.poll(-1, "web-2:8", json.dumps({"role": "canary", "runs": 500, "differences": 2}), {})
+        assert "500 runs, the candidate had 2 differences" in admin.ask("POST", "scripts/promote", json=WHY).text
+        client.poll(-1, "web-2:8", json.dumps({"role": "canary", "runs": 500, "differences": 0}), {})
+        assert admin.ask("POST", "scripts/promote", json=WHY).status_code == 200
 
 
 def test_table_knows_every_endpoint(admin: Admin) -> None:

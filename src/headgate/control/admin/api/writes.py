@@ -187,6 +187,18 @@ def rollback_canary(write: Write, body: schemas.EndCanaryBody) -> Change:
     return write.service.canaries.rollback(write.context(body))
 
 
+@_post("/scripts/promote")
+def promote_scripts(write: Write, body: schemas.EndCanaryBody) -> Change:
+    """Let all nodes use the candidate of the rollout of scripts."""
+    return write.service.scripts.promote(write.context(body))
+
+
+@_post("/scripts/rollback")
+def rollback_scripts(write: Write, body: schemas.EndCanaryBody) -> Change:
+    """End the rollout of scripts: all nodes use the scripts of their library."""
+    return write.service.scripts.rollback(write.context(body))
+
+
 @_post("/versions/{number}/restore")
 def restore(write: Write, number: schemas.Number, body: schemas.RestoreBody) -> Change:
     """Roll back to a version: the whole configuration, or some sections of it."""

@@ -70,6 +70,8 @@ WRITES: Final[dict[str, Handler]] = {
     "/policy/edit": policy.put,
     "/policy/canary/promote": policy.promote,
     "/policy/canary/rollback": policy.rollback_canary,
+    "/policy/scripts/promote": policy.promote_scripts,
+    "/policy/scripts/rollback": policy.rollback_scripts,
     "/policy/tiers": policy.set_tier,
     "/policy/tiers/remove": policy.remove_tier,
     "/policy/routes": policy.set_route,

@@ -24,11 +24,13 @@ __all__ = [
     "edit",
     "policy",
     "promote",
+    "promote_scripts",
     "put",
     "remove_route",
     "remove_tier",
     "restore",
     "rollback_canary",
+    "rollback_scripts",
     "set_route",
     "set_tier",
     "version",
@@ -213,6 +215,22 @@ def rollback_canary(visit: Visit) -> Response:
 
     done = "Canary rolled back. All servers use the current policy within a second."
     return submit(visit, "rollback-canary", change, done=done, redirect="/policy", page=policy)
+
+
+def promote_scripts(visit: Visit) -> Response:
+    def change() -> Change:
+        return visit.service.scripts.promote(change_context(visit))
+
+    question, done = "Promote these scripts?", "Scripts promoted. All servers use them within a second."
+    return submit(visit, "promote-scripts", change, question=question, done=done, redirect="/policy", page=policy)
+
+
+def rollback_scripts(visit: Visit) -> Response:
+    def change() -> Change:
+        return visit.service.scripts.rollback(change_context(visit))
+
+    done = "Scripts rolled back. All servers use those of their library within a second."
+    return submit(visit, "rollback-scripts", change, done=done, redirect="/policy", page=policy)
 
 
 def set_tier(visit: Visit) -> Response:
