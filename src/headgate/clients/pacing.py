@@ -12,7 +12,8 @@ full, and requests are rejected when it is empty. Its own rate is its share of t
 - A quota that is restored at the end of a window: what is left, spread over what is left of the window.
 
 More than half of a quota is left to a client that is alone: it need not wait until it has used the other half. The
-correction is slow compared with the time between two requests of this client, since all clients correct at once.
+correction is slow compared with the time between two requests of this client, since all clients correct at once. The
+time of the next request is planned when it is sent, and again when its response has arrived, which is newer.
 Shares approach each other, as large ones shrink a little with each response.
 """
 
