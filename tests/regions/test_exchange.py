@@ -379,13 +379,16 @@ def test_old_messages_and_usage_are_dropped(fleet: Fleet) -> None:
         fleet.exchanges[region].post_block("address", "203.0.113.9", until_us=None, reason=None)
         fleet.check(region, limit)
     fleet.exchange_all()
-    fleet.clock.advance(2 * 3600)
-    for _ in range(CLEANUP_INTERVAL):
-        fleet.exchanges["eu"].run_once()
-        fleet.exchanges["ap"].run_once()
-    for region in ("eu", "ap"):
-        usage = fleet.exchanges[region].clients[region].shared_usage()
-        assert [field for field in usage if "minutely" in field or "%message" in field] == []
+    for seconds, kept in ((180, "%message"), (2 * 3600, "nothing")):
+        fleet.clock.advance(seconds)
+        for _ in range(CLEANUP_INTERVAL):
+            fleet.exchanges["eu"].run_once()
+            fleet.exchanges["ap"].run_once()
+        for region in ("eu", "ap"):
+            usage = fleet.exchanges[region].clients[region].shared_usage()
+            found = [field for field in usage if "minutely" in field or "%message" in field]
+            assert all(kept in field for field in found)
+            assert bool(found) == (kept == "%message")
 
 
 def test_malformed_usage_of_another_region_is_ignored(fleet: Fleet) -> None:

@@ -34,7 +34,7 @@ from headgate.runtime import SYSTEM, Runtime
 from headgate.stores.operations import Check, Leave, Refund, Reset
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from headgate.keys import Key
     from headgate.stores.redis.region_client import ChangePage, RegionClient
@@ -50,6 +50,8 @@ READ_WAIT_S: Final = 0.5
 MESSAGE_PREFIX: Final = "%message:"
 MAX_MESSAGES: Final = 10_000
 MAX_MESSAGE_AGE_US: Final = 3_600 * 1_000_000
+USAGE_MARGIN_US: Final = 60 * 1_000_000
+"""Usage that does not count any more is kept for so long, as the clocks of regions differ."""
 _AGENT: Final = Limit(1, timedelta(seconds=10), algorithm="concurrency", name="%region agent").by()
 
 
@@ -227,6 +229,14 @@ class RegionExchange:
                 self._is_recorded = False
             self._epoch, self._number, has_more = page.epoch, page.number, page.has_more
 
+    def _own_fields(self) -> Iterator[tuple[str, str]]:
+        """All usage and messages in the own store, in pages: a large reply would delay requests."""
+        epoch, number, has_more = "", 0, True
+        while has_more:
+            page = self.clients[self.own].read_changes(epoch, number)
+            yield from page.fields.items()
+            epoch, number, has_more = page.epoch, page.number, page.has_more
+
     def _report(self, fields: Mapping[str, str], epoch: str) -> None:
         for outbox in self._outboxes.values():
             outbox.add({relayed_field(self.own, epoch, field): text for field, text in fields.items()})
@@ -260,8 +270,8 @@ class RegionExchange:
         if outbox is not None:
             outbox.confirm()
         if imports.epoch and pages[-1].epoch != imports.epoch:  # it has lost its data, and with it earlier reports
-            own_usage = self.clients[self.own].shared_usage().items()
-            self._report({field: text for field, text in own_usage if _is_report(field)}, self._epoch)
+            fields = {field: text for field, text in self._own_fields() if parse_relayed(field) is None}
+            self._report(fields, self._epoch)
         for page in pages:
             self._merge(region, page)
         imports.epoch, imports.number = pages[-1].epoch, pages[-1].number
@@ -332,7 +342,6 @@ class RegionExchange:
     def _clean_up(self) -> None:
         """Drop old messages and usage, from this region's totals and from its records of others."""
         own = self.clients[self.own]
-        oldest_us = self._now_us - MAX_MESSAGE_AGE_US
         statuses = {process: WorkerStatus.parse(text) for process, text in own.statuses().items()}
         own.drop_statuses(
             [
@@ -341,13 +350,13 @@ class RegionExchange:
                 if each is None or each.at_us < self._now_us - MAX_STATUS_AGE_US
             ]
         )
-        shared = [field for field, text in own.shared_usage().items() if _is_over(field, text, oldest_us)]
+        shared = [field for field, text in self._own_fields() if _is_over(field, text, self._now_us)]
         own.drop_usage(shared)
         reported = [relayed_field(self.own, self._epoch, field) for field in shared if parse_relayed(field) is None]
         if reported and self.home != self.own:
             self._executor.submit(self._drop_at_home, reported)
         for region, imports in self._imports.items():
-            fields = [field for field in imports.usage if _is_over(field, "", oldest_us)]
+            fields = [field for field in imports.usage if _is_over(field, "", self._now_us)]
             own.drop_imported(region, fields)
             for field in fields:
                 del imports.usage[field]
@@ -444,24 +453,19 @@ def _parse_position(text: str) -> tuple[str, int]:
     return epoch, int(number) if number.isdecimal() else 0
 
 
-def _is_report(field: str) -> bool:
-    """True for usage and messages of the region itself."""
-    return parse_relayed(field) is None and (not field.startswith("%") or field.startswith(MESSAGE_PREFIX))
-
-
 def _slot(name: str) -> UsageSlot | None:
     return parse_field(name.partition(" ")[2])
 
 
-def _is_over(name: str, text: str, before_us: int) -> bool:
-    """True if usage has stopped to count, or a message was posted, before that instant, or the message is malformed."""
+def _is_over(name: str, text: str, now_us: int) -> bool:
+    """True if usage does not count any more, or a message is old or malformed."""
     relayed = parse_relayed(name)
     if relayed is not None:
         name = relayed[2]
     if name.startswith(MESSAGE_PREFIX):
         try:
-            return int(json.loads(text)["at_us"]) < before_us
+            return int(json.loads(text)["at_us"]) < now_us - MAX_MESSAGE_AGE_US
         except (ValueError, TypeError, KeyError):
             return True
     slot = parse_field(name) or _slot(name)
-    return slot is not None and slot.end_us < before_us
+    return slot is not None and slot.end_us < now_us - USAGE_MARGIN_US
