@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.abuse.detector import CELLS, MAX_MEMBERS, MAX_RECORDS, AbuseDetector, ObservedRequest
-from headgate.abuse.signals import SeenAddresses, ValueHashes, bits_for, distinct, is_repeated_interval
+from headgate.abuse.signals import SeenAddresses, ValueHashes, bits_for, common_interval, distinct
 from headgate.policy import read
 from headgate.policy.shipped_scenarios import SHIPPED
 
@@ -297,14 +297,27 @@ def test_hashes_depend_on_the_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("interval_us", "before_us", "is_same"),
+    ("interval_us", "base_us", "common_us"),
     [
-        (1_000_000, 1_000_000, True), (1_049_000, 1_000_000, True), (1_051_000, 1_000_000, False),
-        (119_000, 100_000, True), (121_000, 100_000, False), (0, 0, False), (1_000_000, 0, False),
+        (1_000_000, 1_000_000, 1_000_000), (1_049_000, 1_000_000, 1_049_000), (1_051_000, 1_000_000, 0),
+        (119_000, 100_000, 119_000), (121_000, 100_000, 0), (0, 0, 0), (1_000_000, 0, 0), (-1_000_000, 1_000_000, 0),
+        (2_040_000, 1_000_000, 1_020_000), (2_041_000, 1_000_000, 0), (1_000_000, 2_040_000, 1_000_000),
+        (7_120_000, 1_000_000, 1_017_142), (7_130_000, 1_000_000, 0), (1_500_000, 1_000_000, 0),
+        (212_000, 100_000, 106_000), (213_000, 100_000, 0),
     ],
 )  # fmt: skip
-def test_intervals_are_the_same_within_a_twentieth(interval_us: int, before_us: int, is_same: bool) -> None:
-    assert is_repeated_interval(interval_us, before_us) is is_same
+def test_intervals_are_the_same_or_multiples_within_a_tolerance(interval_us: int, base_us: int, common_us: int) -> None:
+    assert common_interval(interval_us, base_us) == common_us
+
+
+def test_random_intervals_are_not_regular() -> None:
+    rng, watch = random.Random(1), scenario("{by: agent, when: {addresses: 1}, each: {requests: 10, regular: 80%}}")
+    for person in range(200):
+        at_us = START_US
+        for _ in range(100):
+            at_us += int(rng.expovariate(1 / 4) * SECOND_US)
+            watch.send(at_us, f"192.0.2.{person}", "/login", 401)
+    assert not watch.found
 
 
 def test_newcomers_are_those_not_seen_in_the_last_hour() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -234,6 +235,45 @@ def test_botnet_that_is_spread_over_nodes_is_found(open_gate: Callable[..., Gate
     assert not any(found(gate) for gate in gates)
     exchange(gates)
     assert len({value for gate in gates for _, _, value in found(gate)}) == 60
+
+
+def test_botnet_whose_requests_go_to_any_node_is_found(open_gate: Callable[..., Gate]) -> None:
+    rng, clocks = random.Random(1), [FakeClock(START_US) for _ in range(3)]
+    gates = [open_gate(policy_of({"botnet": True}), secret="s" * 16, clock=clock) for clock in clocks]
+    for _ in range(60):
+        for bot in range(60):
+            headers = {"user-agent": "bot"}
+            serve(rng.choice(gates), FakeRequest("/login", "POST", peer=f"192.0.2.{bot}", headers=headers), 401)
+        for clock in clocks:
+            clock.advance(1)
+    exchange(gates)
+    assert len({value for gate in gates for _, _, value in found(gate)}) == 60
+
+
+def test_large_fleets_share_fewer_groups_less_often(open_gate: Callable[..., Gate]) -> None:
+    store = MemoryStatusStore()
+    gate = open_gate(policy_of({"enumeration": True}), secret="s" * 16)
+    watch = gate.abuse
+    assert watch is not None
+    for client in range(40):
+        for number in range(client):
+            serve(gate, FakeRequest(f"/users/{number}", peer=f"192.0.2.{client}"), 404)
+    gate.flush_events()
+    shared = [len(watch.shared_rows(nodes)["enumeration"]) for nodes in (2, 5, 1_000)]
+    assert shared[0] < shared[1]  # of 60 paths, 15 and more by one node of two, 6 and more by one of five
+    assert shared[2] == 5
+    each = AbuseExchange(watch, store, "node")
+    each.exchange()
+    for number in range(24):
+        store.put(f"abuse/other-{number}", b"", keep=60)
+    each.exchange()
+    store.put("abuse/node", b"", keep=0)
+    written = []
+    for _ in range(6):  # every third second, with 25 nodes
+        each.tick()
+        written.append("abuse/node" in store.read("abuse/"))
+        store.put("abuse/node", b"", keep=0)
+    assert written == [False, False, True, False, False, True]
 
 
 def test_invalid_documents_and_other_versions_are_ignored(

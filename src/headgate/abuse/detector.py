@@ -22,8 +22,8 @@ from headgate.abuse.signals import (
     SignalPlan,
     ValueHashes,
     bits_for,
+    common_interval,
     distinct,
-    is_repeated_interval,
 )
 
 if TYPE_CHECKING:
@@ -48,6 +48,10 @@ MAX_EARLY: Final = 16
 MAX_AGENT: Final = 200
 MAX_SHARED: Final = 500
 """Groups of one scenario that a node shares with others."""
+MAX_RECEIVED: Final = 5_000
+"""Groups of one scenario that all other nodes share together."""
+SHARED_PART: Final = 0.5
+"""A group is shared from this part of the share of one node of the threshold."""
 WINDOW_PANES: Final = 2
 
 SharedRow = tuple[int, int, SharedRecord]
@@ -205,17 +209,22 @@ class GroupTable:
                 if value is not None:
                     record.bits[index] |= 1 << (hashes(value) & mask)
             if interval_index is not None:
-                interval_us = at_us - record.last_us
-                record.hits[interval_index] += is_repeated_interval(interval_us, record.interval_us)
-                record.interval_us = interval_us
+                interval_us = at_us - record.last_us if record.last_us else 0
+                base_us = common_interval(interval_us, record.interval_us)
+                record.hits[interval_index] += base_us > 0
+                record.interval_us = base_us or interval_us
             record.last_us = at_us
             if record.requests >= record.check_at:
                 self._check(key, record, at_us)
 
-    def shared_rows(self) -> list[SharedRow]:
-        """The groups with the most progress, for other nodes."""
-        rows = []
-        for key, record in heapq.nlargest(MAX_SHARED, self.records.items(), key=lambda item: item[1].progress):
+    def shared_rows(self, nodes: int = 2) -> list[SharedRow]:
+        """The groups with the most progress, for other nodes: fewer, the more nodes there are.
+
+        A group that reaches a threshold on all nodes together has an equal part of it on one of them at least.
+        """
+        rows, least = [], self._plan.goal * SHARED_PART / nodes
+        found = [item for item in self.records.items() if item[1].progress >= least]
+        for key, record in heapq.nlargest(_most_shared(nodes), found, key=lambda item: item[1].progress):
             window = record.window(self.pane)
             if window is not None:
                 rows.append((self._name_hash(key, record), self.pane, window))
@@ -315,10 +324,10 @@ class MemberTable(GroupTable):
         self._active: set[str] = set()
         """The groups that have enough of them."""
 
-    def shared_rows(self) -> list[SharedRow]:
+    def shared_rows(self, nodes: int = 2) -> list[SharedRow]:
         """The groups with the addresses for which `each` holds."""
         rows = []
-        largest = heapq.nlargest(MAX_SHARED, self._alike.items(), key=lambda item: len(item[1]))
+        largest = heapq.nlargest(_most_shared(nodes), self._alike.items(), key=lambda item: len(item[1]))
         for group, members in largest:
             shared = SharedRecord(len(members), len(members), [], [self._bits(members)])
             rows.append((self._hashes(f"{self.scenario.by}\n{group}"), self.pane, shared))
@@ -393,6 +402,10 @@ class MemberTable(GroupTable):
         for address in members:
             bits |= 1 << (self._hashes(address) & mask)
         return bits
+
+
+def _most_shared(nodes: int) -> int:
+    return max(1, min(MAX_SHARED, MAX_RECEIVED // nodes))
 
 
 def _group_function(by: str, detector: AbuseDetector) -> Callable[[ObservedRequest], str | None]:

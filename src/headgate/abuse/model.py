@@ -25,7 +25,7 @@ seen in the last hour."""
 
 SHARE_SIGNALS: Final = ("refused", "missing", "limited", "regular")
 """Signals that are shares of the requests: answered with 401 or 403, with 404 or 410, with 429 or 503; and those that
-follow the one before of their address after the same interval."""
+follow the one before of their address after the same interval, or a multiple of it."""
 
 ADDRESS_GROUPS: Final = ("agent", "asn", "endpoint", "global")
 """Kinds of groups that do not identify a client: in them, the addresses that took part are found."""

@@ -28,8 +28,8 @@ __all__ = [
     "SharedRecord",
     "SignalPlan",
     "ValueHashes",
+    "common_interval",
     "distinct",
-    "is_repeated_interval",
 ]
 
 FAILURES: Final = {
@@ -48,6 +48,8 @@ LONGEST_VALUE: Final = 1_000
 MIN_TOLERANCE_US: Final = 20_000
 TOLERANCE: Final = 20
 """Intervals are the same if they differ by at most a twentieth, or 20 ms."""
+MULTIPLE_TOLERANCE: Final = 8
+"""Multiples of an interval differ from it by at most an eighth of it: one in four random intervals is one."""
 
 
 class ValueHashes:
@@ -81,9 +83,27 @@ def distinct(bits: int, size: int) -> int:
     return round(-size * log(max(free, 1) / size))
 
 
-def is_repeated_interval(interval_us: int, before_us: int) -> bool:
-    """True if two intervals between requests are the same, but for the delays of a network."""
-    return interval_us > 0 and abs(interval_us - before_us) <= max(MIN_TOLERANCE_US, before_us // TOLERANCE)
+def common_interval(interval_us: int, base_us: int) -> int:
+    """The interval of which both are multiples, but for the delays of a network; 0 if there is none.
+
+    A node sees some requests of a client that asks every second, after 1, 3 or 2 seconds: the others see the rest.
+
+    >>> common_interval(3_010_000, 1_000_000), common_interval(1_000_000, 3_010_000)
+    (1003333, 1000000)
+    >>> common_interval(1_400_000, 1_000_000)
+    0
+    """
+    if interval_us <= 0:
+        return 0
+    if abs(interval_us - base_us) <= max(MIN_TOLERANCE_US, base_us // TOLERANCE):
+        return interval_us
+    if base_us <= 0:
+        return 0
+    longer, shorter = (interval_us, base_us) if interval_us > base_us else (base_us, interval_us)
+    times = (longer + shorter // 2) // shorter
+    if times > 1 and abs(longer - times * shorter) <= min(MIN_TOLERANCE_US * times, shorter // MULTIPLE_TOLERANCE):
+        return longer // times if longer == interval_us else shorter
+    return 0
 
 
 class GroupRecord:
@@ -200,6 +220,12 @@ class SignalPlan:
 
     def new_record(self, pane: int, early: int) -> GroupRecord:
         return GroupRecord(pane, early, len(self.shares), len(self.sets))
+
+    @property
+    def goal(self) -> float:
+        """The threshold that the `progress` of a record is compared with."""
+        first = next((each for each in self.thresholds if each.signal in self.sets), None)
+        return self.least_requests if first is None else first.value
 
     @property
     def least_requests(self) -> int:

@@ -33,6 +33,8 @@ class AbuseWatch:
     """The detector of one gate. Its methods may be called from several threads."""
 
     def __init__(self, key: bytes, *, is_trusted_key: Callable[[str], bool], handle: FindingHandler) -> None:
+        self.is_shared = False
+        """True if a thread of the gate shares its counts, so that nothing else needs to."""
         self.findings: deque[Finding] = deque(maxlen=MAX_FINDINGS)
         """The newest findings."""
         self._handle = handle
@@ -60,10 +62,10 @@ class AbuseWatch:
         """The number of findings by scenario."""
         return {**self._detector.found}
 
-    def shared_rows(self) -> dict[str, list[SharedRow]]:
+    def shared_rows(self, nodes: int = 2) -> dict[str, list[SharedRow]]:
         """The groups of each scenario, for other nodes."""
         with self._lock:
-            return {name: table.shared_rows() for name, table in self._detector.tables.items()}
+            return {name: table.shared_rows(nodes) for name, table in self._detector.tables.items()}
 
     def scenario_marks(self) -> dict[str, str]:
         """A hash of each scenario: counts of different versions of it cannot be compared."""

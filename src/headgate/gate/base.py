@@ -205,6 +205,8 @@ class GateBase:
         }
         self.abuse: AbuseWatch | None = None
         """The detector of abuse; None until a policy has scenarios."""
+        self._exchange: Any = None
+        """Shares the counts of the detector with other nodes; None without a shared store or with a control plane."""
         self._lists: NetworkLists | None = None
         """The reputation lists; None until a policy has some."""
         self._failed_lists: set[str] = set()
@@ -257,6 +259,7 @@ class GateBase:
                 if self.policy_watcher is not None:
                     self.policy_watcher.close()
                 raise
+        self._share_counts()
         self.instances.add(self)
         for hook in self.creation_hooks:
             hook(self)
@@ -860,7 +863,16 @@ class GateBase:
             )
             self._events.request_observer = self.abuse
             self._is_observed = True
+            self._share_counts()
         self.abuse.configure(policy.abuse)
+
+    def _share_counts(self) -> None:
+        """Share what this node counts for scenarios with others, if the control plane does not."""
+        is_connected = getattr(self, "control", True)  # the gate is being built, and calls this again at its end
+        if self.abuse is None or is_connected or self._memory is not None or self._given_secret is None:
+            return
+        if self._exchange is None:
+            self._exchange = _abuse_exchange(self, self._store, self._engine_options.get("namespace", "headgate"))
 
     def _on_list_change(self, watcher: ListWatcher) -> None:
         """Apply another version of a list, or report that its newest one cannot be used; in a thread of its own."""
@@ -1016,6 +1028,8 @@ class GateBase:
             self.policy_watcher.close()
         if self._lists is not None:
             self._lists.close()
+        if self._exchange is not None:
+            self._exchange.close()
         self.is_closed = True
         self.flush_events()
 
@@ -1055,6 +1069,17 @@ def _control_plane(control: Any) -> Any:
             f"control {control!r}: give the URL of a config store, like sqlite:///headgate.db, or a ControlPlane"
         )
     return control
+
+
+def _abuse_exchange(gate: GateBase, store: Any, namespace: str) -> Any:
+    """The thread that shares counts of scenarios; imported lazily, as most policies have none."""
+    fleet = importlib.import_module("headgate.telemetry.fleet.abuse_exchange")
+    status = importlib.import_module("headgate.telemetry.fleet.status_store")
+    try:
+        return fleet.ExchangeThread(gate, status.open_status_store(store, namespace=namespace))
+    except InvalidConfiguration as error:
+        logger.warning("scenarios count the requests of each node alone: %s", error)
+        return None
 
 
 def _network_lists(on_change: Callable[[ListWatcher], None]) -> NetworkLists:

@@ -203,11 +203,11 @@ class StatusReporter:
     def _exchange_abuse(self) -> None:
         """Share what the gate counts for scenarios of abuse with other nodes."""
         watch = getattr(self._gate(), "abuse", None)
-        if watch is None:
+        if watch is None or watch.is_shared:
             return
         if self._abuse is None:
             self._abuse = AbuseExchange(watch, self._store, self._run)
-        self._abuse.exchange()
+        self._abuse.tick()
 
     def __enter__(self) -> Self:
         return self
