@@ -125,6 +125,8 @@ class AbuseSettings:
     scenarios: tuple[AbuseScenario, ...] = ()
     allow: tuple[Identity, ...] = ()
     """Clients against whom no action is taken. An `ip` may be a network."""
+    networks: str | None = None
+    """A MaxMind DB file with the autonomous systems of addresses, for scenarios by asn."""
 
 
 class Finding(NamedTuple):

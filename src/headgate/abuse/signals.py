@@ -245,7 +245,7 @@ class SignalPlan:
         for name, hit in zip(self.shares, hits, strict=True):
             found[name] = hit / looked_at if looked_at >= MIN_FOR_SHARES else 0.0
         for name, own, size in zip(self.sets, bits, self.sizes, strict=True):
-            found[name] = distinct(own, size)
+            found[name] = min(distinct(own, size), requests)
         return found
 
     def missing_requests(self, values: dict[str, float]) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headgate._fork import reinit_after_fork
 from headgate.abuse.detector import AbuseDetector, ObservedRequest
+from headgate.abuse.network_names import NetworkNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +42,7 @@ class AbuseWatch:
         self.reset_after_fork()
         reinit_after_fork(self)
         self._detector = AbuseDetector(self._report, key, is_trusted_key=is_trusted_key)
+        self._networks: NetworkNames | None = None
         self._logged_us: dict[str, int] = {}
 
     def reset_after_fork(self) -> None:
@@ -49,7 +51,11 @@ class AbuseWatch:
 
     def configure(self, settings: AbuseSettings | None) -> None:
         """Evaluate the scenarios of another version of the policy."""
+        networks = None if settings is None else settings.networks
         with self._lock:
+            if networks is not None and (self._networks is None or self._networks.file != networks):
+                self._networks = NetworkNames(networks)
+                self._detector.network_of = self._networks
             self._detector.configure(() if settings is None else settings.scenarios)
 
     def observe_requests(self, requests: Iterable[ObservedRequest]) -> None:

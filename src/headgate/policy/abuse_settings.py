@@ -35,9 +35,10 @@ def build_abuse_settings(
         return AbuseSettings(_all_shipped(section))
     allowed = [identity(entry) for entry in section.get("allow", ()) if not entry.broken]
     found = [each for each in allowed if each is not None]
+    networks = section.get("networks")
     written, at = section.get("scenarios", "on"), section.at("scenarios")
     if isinstance(written, str):
-        return AbuseSettings(_all_shipped(written), tuple(found))
+        return AbuseSettings(_all_shipped(written), tuple(found), networks)
     if isinstance(written, tuple):
         written = dict.fromkeys(written, "on")
     scenarios = []
@@ -47,7 +48,12 @@ def build_abuse_settings(
         if scenario is not None:
             scenarios.append(scenario)
             _check(scenario, where, problems, warnings)
-    return AbuseSettings(tuple(scenarios), tuple(found))
+            if scenario.by == "asn" and networks is None:
+                remedy = "add networks: with the path of a MaxMind DB file, like GeoLite2-ASN.mmdb, under abuse:"
+                problems.add(
+                    where, f"scenario {name!r} is by asn, and nothing says which one an address is in; {remedy}"
+                )
+    return AbuseSettings(tuple(scenarios), tuple(found), networks)
 
 
 def _all_shipped(word: str) -> tuple[AbuseScenario, ...]:
@@ -108,6 +114,13 @@ def _check(scenario: AbuseScenario, path: Path, problems: PolicyProblems, warnin
         problems.add(
             path,
             f"scenario {scenario.name!r} acts on all addresses of a group by {scenario.by} without each:, {remedy}",
+        )
+    if scenario.by == scenario.account and scenario.steps:
+        remedy = "leave out steps to report it, or find those who try: by: ip, when: {accounts: 20}"
+        problems.add(
+            path,
+            f"scenario {scenario.name!r} acts on {scenario.by}s, and anyone can try those of others: they would lock "
+            f"them out; {remedy}",
         )
     counts = [each for each in scenario.when if each.signal not in SHARE_SIGNALS]
     if not counts:

@@ -967,6 +967,10 @@ def _abuse(who: Mapping[str, Field]) -> OneOf:
                 ListOf(Struct("a client", who, example="like {ip: 192.0.2.0/24}"), "[{ip: 192.0.2.0/24}]"),
                 "Clients against whom no action is taken.",
             ),
+            "networks": Field(
+                _text(scalars.text, "/var/lib/GeoIP/GeoLite2-ASN.mmdb"),
+                "A MaxMind DB file with the autonomous systems of addresses, for scenarios by asn.",
+            ),
         },
         example="like {scenarios: {credential-stuffing: on}}",
     )

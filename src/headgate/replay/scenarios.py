@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate.abuse.detector import AbuseDetector, ObservedRequest
+from headgate.abuse.network_names import NetworkNames
 from headgate.abuse.progression import climb
 from headgate.replay.times import iso
 
@@ -62,6 +63,8 @@ class ScenarioReplay:
         self._kinds: set[str] = set()
         """The kinds of the clients that were found."""
         self._detector = AbuseDetector(self._handle, is_trusted_key=snapshot.is_trusted_key)
+        if settings.networks is not None:
+            self._detector.network_of = NetworkNames(settings.networks)
         self._detector.configure(settings.scenarios)
 
     def add(self, at_us: int, route: RoutePlan, who: Mapping[str, str], agent: str, path: str, status: int) -> None:
