@@ -74,7 +74,7 @@ def test_detector_learns_the_status_of_responses(open_gate: Callable[..., Gate])
         serve(gate, FakeRequest("/login", "POST", peer=VICTIM), 200)
     assert found(gate) == [("credential-stuffing", "ip", ATTACKER)]
     assert gate.abuse is not None
-    assert gate.abuse.found == {"credential-stuffing": 1}
+    assert gate.abuse.found == gate.action_counts.found == {"credential-stuffing": 1}
 
 
 def test_routes_that_no_scenario_looks_at_cost_nothing(open_gate: Callable[..., Gate]) -> None:

@@ -1020,7 +1020,8 @@ class GateBase:
     def action_counts(self) -> ActionCounts:
         """The actions of this node, and the requests that they have applied to."""
         own, actions = self._client_actions, self.actions
-        return ActionCounts(dict(actions.counts), actions.dropped, dict(own.challenges), own.held)
+        found = {} if self.abuse is None else self.abuse.found
+        return ActionCounts(dict(actions.counts), actions.dropped, dict(own.challenges), own.held, found)
 
     def _stop(self) -> None:
         """Stop following the policy and deliver the last events, before the control plane and the store are closed."""

@@ -59,6 +59,8 @@ class ActionCounts(NamedTuple):
     challenges: dict[str, int]
     """By outcome: presented, failed or passed."""
     held: int
+    found: dict[str, int]
+    """The findings by scenario."""
 
 
 class ChallengeOutcome(NamedTuple):

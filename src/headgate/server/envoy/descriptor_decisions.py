@@ -310,7 +310,7 @@ class DescriptorDecisions:
     @property
     def action_counts(self) -> ActionCounts:
         """None: descriptors name what is limited, not who asks."""
-        return ActionCounts({}, 0, {}, 0)
+        return ActionCounts({}, 0, {}, 0, {})
 
     def health(self) -> Health:
         """The state of the store and of its servers."""

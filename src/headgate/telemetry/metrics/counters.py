@@ -345,7 +345,9 @@ class GateState:
                 yield "overload_shed", (scope, priority), count
 
     def _actions(self, gate: DecisionSource) -> Iterator[tuple[str, Labels, float]]:
-        taken, dropped, challenges, held = gate.action_counts
+        taken, dropped, challenges, held, found = gate.action_counts
+        for scenario, count in found.items():
+            yield "findings", (scenario,), count
         for (scenario, action, is_shadow), count in taken.items():
             yield "actions", (scenario, action, "shadow" if is_shadow else "enforced"), count
         for outcome, count in challenges.items():

@@ -154,6 +154,7 @@ _ALL: Final = (
     _family("challenges", "counter", "Requests of challenged clients: presented, failed (an invalid cookie), passed.",
             ("outcome",)),
     _family("held_requests", "counter", "Requests that were held back."),
+    _family("findings", "counter", "Clients and groups that scenarios have found on this node.", ("scenario",)),
     _family("findings_dropped", "counter", "Findings that could not be applied, as the store was unavailable."),
     _family("memory_keys", "gauge", "Counters in a memory store."),
     _family("memory_forgiven", "counter",
