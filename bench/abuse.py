@@ -12,13 +12,13 @@ import argparse
 import gzip
 import random
 import re
-import time
 from collections import Counter, defaultdict
 from datetime import datetime
 from heapq import merge
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
+from bench.abuse_costs import measure
 from headgate.abuse.detector import AbuseDetector, ObservedRequest
 from headgate.limiter import Limiter
 from headgate.limits import Limit
@@ -29,6 +29,7 @@ from headgate.testing import FakeClock
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from bench.abuse_costs import Costs
     from headgate.abuse.model import AbuseScenario, Finding
 
 DOCS: Final = Path(__file__).parents[1] / "docs"
@@ -55,6 +56,8 @@ ATTACK_PATHS: Final = re.compile(
     r"/(wp-login|xmlrpc|wp-admin|administrator|admin|user/register|register)", re.IGNORECASE
 )
 MIN_PROBES: Final = 20
+KNOWN: Final = "in the log"
+"""The label of attackers in the log."""
 
 
 class LabelledRequest(NamedTuple):
@@ -288,28 +291,57 @@ def mixed(background: Sequence[LabelledRequest], seed: int = 1) -> Traffic:
     return merge(background, rows, key=lambda request: request.at_us)
 
 
+def rows(found: Evaluation, costs: Costs) -> list[list[str]]:
+    """The tables of docs/abuse.md."""
+    by_attack: dict[str, dict[str, tuple[int, int, int, float]]] = defaultdict(dict)
+    for label, *numbers in found.rows():
+        attack, _, intensity = label.partition(", ")
+        by_attack[attack][intensity] = tuple(numbers)  # type: ignore[assignment]
+    attacks = ["| attack | found: low | medium | high | median time | over the limit by IP: low | medium | high |"]
+    attacks.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for attack in sorted(by_attack.keys() - {KNOWN}):
+        cells = [by_attack[attack][intensity] for intensity in INTENSITIES]
+        share = [f"{number} of {clients}" for clients, number, _, _ in cells]
+        times = ", ".join([f"{seconds:.0f} s" for *_, seconds in cells])
+        limited = [f"{number}" for _, _, number, _ in cells]
+        attacks.append(f"| {' | '.join([attack, *share, times, *limited])} |")
+    if KNOWN in by_attack:
+        clients, number, limited_number, _ = by_attack[KNOWN][""]
+        attacks.append(f"| in the log itself | {number} of {clients} | | | | {limited_number} | | |")
+    confusion = ["| | attackers found | missed | others found | others left alone | precision | recall |"]
+    confusion.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, clients_found in (("`abuse: on`", {*found.found}), (f"limit of {PER_ADDRESS} by IP", found.over_limit)):
+        true, false, missed, left, precision, recall = found.quality(clients_found)
+        confusion.append(f"| {name} | {true} | {missed} | {false} | {left:,} | {precision:.3f} | {recall:.3f} |")
+    without_us, with_us = costs.requests_us
+    measured = ["| | |", "| --- | --- |"]
+    measured.append(
+        f"| CPU time of a request with all scenarios | {costs.request_us:.1f} us more: {with_us:.1f} us instead "
+        f"of {without_us:.1f} us |"
+    )
+    measured.append(f"| memory with 1,000,000 active clients in ten minutes | {costs.clients_mb:.0f} MB |")
+    measured.append(f"| memory after 1,000,000 invented addresses, keys, users and agents | {costs.forged_mb:.0f} MB |")
+    return [confusion, attacks, measured]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.abuse", description=__doc__)
     parser.add_argument("--log", type=Path, help="an access log as background")
     options = parser.parse_args()
     background = [] if options.log is None else read_log(options.log)
     known = attackers_in(background)
-    begin = time.process_time()
-    found = evaluate(mixed([row._replace(label="known") if row.address in known else row for row in background]))
-    print(f"{time.process_time() - begin:.0f} s of CPU time")
-    for row in found.rows():
-        print(row)
-    attackers_of_log = {client for client, label in found.labels.items() if label == "known"}
-    print("detector", found.quality({*found.found}), "limit", found.quality(found.over_limit))
-    print(
-        "false:",
-        [
-            (client, found.found[client])
-            for client, label in found.labels.items()
-            if label is None and client in found.found
-        ],
-    )
-    print("known:", len(known), sum(client in found.found for client in known), len(attackers_of_log))
+    found = evaluate(mixed([row._replace(label=KNOWN) if row.address in known else row for row in background]))
+    costs = measure()
+    if costs.is_victim_found or not costs.is_offender_found:
+        raise SystemExit(f"invented identities hide an offender, or frame a victim: {costs}")
+    tables = rows(found, costs)
+    page = (DOCS / "abuse.md").read_text("utf-8")
+    for table in tables:
+        print(*table, "", sep="\n")
+    text = iter(["\n".join(table) for table in tables])
+    (DOCS / "abuse.md").write_text(TABLE.sub(lambda place: f"{place[1]}{next(text)}\n{place[2]}", page), "utf-8")
+    others = [client for client in found.found if found.labels[client] is None]
+    print("others found:", [(client, *found.found[client]) for client in others])
 
 
 if __name__ == "__main__":
