@@ -52,7 +52,7 @@ def test_limit_stays_within_its_bounds(calls: list[tuple[int, int, int, bool]], 
 
 def test_limit_grows_while_it_is_used_and_latency_stays() -> None:
     limit = GradientLimit(ConcurrencySettings(), 0)
-    now_us = feed(limit, 0, 10 * MS, in_flight=5)
+    now_us = feed(limit, 0, 10 * MS, in_flight=5, windows=3)
     assert limit.limit == 20
     feed(limit, now_us, 10 * MS, in_flight=20, windows=10)
     assert limit.limit > 40
@@ -66,7 +66,7 @@ def test_limit_that_is_not_used_stays() -> None:
 
 def test_limit_falls_when_latency_rises() -> None:
     limit = GradientLimit(ConcurrencySettings(), 0)
-    now_us = feed(limit, 0, 10 * MS, in_flight=5)
+    now_us = feed(limit, 0, 10 * MS, in_flight=5, windows=3)
     feed(limit, now_us, 40 * MS, in_flight=20, windows=2)
     assert limit.limit < 15
 
@@ -88,7 +88,7 @@ def test_fixed_limit_ignores_latency_and_timeouts() -> None:
 
 def test_unused_service_that_becomes_slower_has_a_higher_base_latency() -> None:
     limit = GradientLimit(ConcurrencySettings(), 0)
-    now_us = feed(limit, 0, 10 * MS, in_flight=5)
+    now_us = feed(limit, 0, 10 * MS, in_flight=5, windows=3)
     feed(limit, now_us, 40 * MS, in_flight=5, windows=20)
     assert limit.base_us == pytest.approx(40 * MS, rel=0.01)
 
@@ -96,7 +96,7 @@ def test_unused_service_that_becomes_slower_has_a_higher_base_latency() -> None:
 def saturated(latency_us: int) -> tuple[GradientLimit, int]:
     """A limit whose base latency of 10 ms was measured long ago, and whose measurement has just begun."""
     limit = GradientLimit(ConcurrencySettings(tolerance=10), 0)
-    now_us = feed(limit, 0, 10 * MS, in_flight=5)
+    now_us = feed(limit, 0, 10 * MS, in_flight=5, windows=3)
     while limit.limit == limit.full_limit:
         assert now_us < 3 * PROBE_INTERVAL_US
         now_us = feed(limit, now_us, latency_us, in_flight=limit.limit)
@@ -123,6 +123,32 @@ def test_measurement_lowers_the_limit_until_latency_falls_no_further() -> None:
         steps.append(limit.limit)
     assert steps == [full // 2, full // 4, full // 8, full]
     assert limit.base_us == 15 * MS
+
+
+def test_base_is_measured_at_once_when_the_limit_is_at_its_minimum() -> None:
+    limit = GradientLimit(ConcurrencySettings(minimum=10, initial=20), 0)
+    now_us = feed(limit, 0, 10 * MS, in_flight=9, windows=3)
+    while limit.limit >= 10:
+        now_us = feed(limit, now_us, 100 * MS, in_flight=14)  # critical calls exceed the limit
+        assert now_us < PROBE_INTERVAL_US
+    while limit.limit < 10:
+        now_us = feed(limit, now_us, 90 * MS, in_flight=5)
+    assert limit.base_us == 90 * MS
+    assert limit.limit > 10
+    assert now_us < PROBE_INTERVAL_US
+
+
+def test_service_that_is_too_small_for_the_minimum_is_not_measured_again_and_again() -> None:
+    limit = GradientLimit(ConcurrencySettings(minimum=10, initial=20), 0)
+    now_us, began_us = feed(limit, 0, 10 * MS, in_flight=9, windows=3), []
+    while now_us < 8 * PROBE_INTERVAL_US // 10:
+        was_measuring = limit.limit < 10
+        now_us = feed(limit, now_us, 10 * MS * limit.limit, in_flight=limit.limit)  # it serves one call at a time
+        if limit.limit < 10 and not was_measuring:
+            began_us.append(now_us)
+    assert len(began_us) == 1
+    assert limit.limit == 10
+    assert limit.base_us < 30 * MS
 
 
 def test_measurement_without_answers_ends() -> None:

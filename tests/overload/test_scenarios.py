@@ -70,14 +70,24 @@ def test_base_latency_does_not_drift_while_the_overload_lasts() -> None:
     assert late_us < 1.3 * early_us
 
 
-def test_service_that_becomes_slower_without_a_queue_is_not_throttled_for_long() -> None:
+@pytest.mark.parametrize(("rate", "seed"), [(450, 3), (600, 1), (600, 2)])
+def test_service_that_is_well_sheds_nothing_although_its_latencies_vary(rate: int, seed: int) -> None:
+    """The first calls to end are the fast ones, which would make all others look slow."""
+    service = Service(lambda _: 1000, lambda _: rate, ConcurrencySettings(), spread=0.8, seed=seed).run(6)
+    assert service.success(2 * SECOND_US, DEADLINE_US) > 0.98
+
+
+@pytest.mark.parametrize(("rate", "spread", "seed"), [(600, 0.0, 1), (100, 0.5, 2), (300, 0.5, 2), (300, 0.8, 1)])
+def test_service_that_becomes_slower_without_a_queue_is_not_throttled_for_long(
+    rate: int, spread: float, seed: int
+) -> None:
     """Latency does not fall with the limit, so it is the new base."""
 
     def workers(now_us: int) -> int:
         service.mean_us = 40_000 if now_us < 5 * SECOND_US else 120_000
         return 1000
 
-    service = Service(workers, lambda _: 600, ConcurrencySettings(), mix=(0, 1, 0), spread=0)
+    service = Service(workers, lambda _: rate, ConcurrencySettings(), mix=(0, 1, 0), spread=spread, seed=seed)
     service.run(14)
     assert service.success(10 * SECOND_US, DEADLINE_US) > 0.95
 

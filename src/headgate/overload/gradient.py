@@ -13,7 +13,9 @@ a few round trips. Measurements begin at multiples of the interval on the clock,
 database empty its queue at the same time.
 
 A service may also have become slower without a queue, for example because its requests have. Then a lower limit does
-not help: if latency is the same with half of the calls in progress, it is the new base latency.
+not help: if latency is about the same with half of the calls in progress, it is the new base latency; and if the limit
+has fallen to its minimum without success, the base is measured at once. Without this, a base that is too low would shed
+most of the traffic of a service that is well.
 """
 
 from __future__ import annotations
@@ -44,8 +46,13 @@ PROBE_INTERVAL_US: Final = 10_000_000
 MAX_PROBE_STEPS: Final = 6
 DRAIN_LATENCIES: Final = 2
 """The time in which the queue empties after the limit was halved, as a multiple of the latency before."""
-MIN_GAIN: Final = 0.9
-"""Latency has fallen if it is this part of what it was, or less: then there was a queue, and there may still be one."""
+MIN_RELIEF: Final = 0.75
+"""With half of the calls in progress, latency falls to half while there is a queue, and not at all without one. Up to
+this part of it, there was a queue, and there may still be one."""
+MAX_NOISE: Final = 1.1
+"""A latency that is higher by this factor is not only higher by chance."""
+MINIMUM_WINDOWS: Final = 3
+"""Windows at the minimum of the limit after which the base latency is measured."""
 MAX_STEP_WINDOWS: Final = 10
 """Windows after which a step of a probe ends with the latencies that it has."""
 
@@ -80,7 +87,7 @@ class GradientLimit:
     """The limit on calls in progress. All times are microseconds on one clock; not thread-safe."""
 
     __slots__ = (
-        "_base_at_us", "_drops", "_limit", "_most_in_flight", "_probe_steps", "_samples",
+        "_at_minimum", "_base_at_us", "_drops", "_limit", "_most_in_flight", "_probe_steps", "_samples",
         "_settings", "_slowest", "_sum_us", "_window_from_us", "base_us", "latency_us", "limit",
     )  # fmt: skip
 
@@ -96,6 +103,8 @@ class GradientLimit:
         self._probe_steps = 0
         self._slowest: tuple[float, int] | None = None
         """The highest latency since the limit began to fall, and the calls in progress then."""
+        self._at_minimum = 0
+        """Windows with a latency that is too high in which the limit was at its minimum."""
         self._begin_window(now_us)
 
     def configure(self, settings: ConcurrencySettings) -> None:
@@ -145,10 +154,14 @@ class GradientLimit:
     def _update(self, now_us: int) -> None:
         is_saturated = self._most_in_flight * 2 >= self._limit
         if self._samples >= MIN_SAMPLES:
+            is_first = not self.latency_us
             self.latency_us = latency_us = self._sum_us / self._samples
+            if is_first:  # its slower calls have not finished: it says when the next window may begin
+                self._begin_window(now_us + int(DRAIN_LATENCIES * latency_us))
+                return
             if not self.base_us:
                 self.base_us = latency_us
-            elif not is_saturated or latency_us < self.base_us:
+            elif not is_saturated or latency_us * MAX_NOISE < self.base_us:
                 self.base_us += RISE * (latency_us - self.base_us)
             if not is_saturated:
                 self._base_at_us = now_us
@@ -162,7 +175,7 @@ class GradientLimit:
             self._set(self._limit * DROP_FACTOR)
         self._begin_window(now_us)
         has_old_base = now_us // PROBE_INTERVAL_US - self._base_at_us // PROBE_INTERVAL_US > 1
-        if is_saturated and has_old_base and self.base_us:
+        if is_saturated and self.base_us and (has_old_base or self._at_minimum == MINIMUM_WINDOWS):
             self._begin_probe_step(now_us)
 
     def _recognize_base(self, now_us: int) -> None:
@@ -171,13 +184,26 @@ class GradientLimit:
         slowest = self._slowest
         if latency_us <= self._settings.tolerance * self.base_us:
             self._slowest = None
-        elif slowest is None or latency_us * MIN_GAIN > slowest[0]:
+            self._at_minimum = 0
+            return
+        # Once in each time that it is there: a service may be too small for the minimum, too.
+        self._at_minimum += self._limit <= self._settings.minimum
+        if slowest is None or latency_us > MAX_NOISE * slowest[0]:
             self._slowest = latency_us, in_flight
         elif in_flight * 2 <= slowest[1]:
-            self._slowest = None if latency_us > MIN_GAIN * slowest[0] else (latency_us, in_flight)
-            if self._slowest is None:
+            if latency_us > MIN_RELIEF * slowest[0]:
                 self.base_us = latency_us
                 self._base_at_us = now_us
+                self._restore()
+            else:
+                self._slowest = latency_us, in_flight
+
+    def _restore(self) -> None:
+        """Undo half of the fall of the limit if there was no queue before it either; the other half, it grows."""
+        slowest, self._slowest = self._slowest, None
+        if slowest is not None and self.base_us > MIN_RELIEF * slowest[0]:
+            self._at_minimum = 0
+            self._set(max(self._limit, (self._limit + slowest[1]) / 2))
 
     def _begin_probe_step(self, now_us: int) -> None:
         self._probe_steps += 1
@@ -188,7 +214,7 @@ class GradientLimit:
     def _end_probe_step(self, now_us: int) -> None:
         if self._samples:
             before_us, self.latency_us = self.latency_us, self._sum_us / self._samples
-            has_gained = self.latency_us <= MIN_GAIN * before_us
+            has_gained = self.latency_us <= MIN_RELIEF * before_us
             if has_gained or self._probe_steps == 1:
                 self.base_us = self.latency_us
             else:
@@ -199,6 +225,8 @@ class GradientLimit:
         self._probe_steps = 0
         self._base_at_us = now_us
         self.limit = int(self._limit)
+        if self._at_minimum:
+            self._restore()
         self._begin_window(now_us)
 
     def _set(self, limit: float) -> None:
