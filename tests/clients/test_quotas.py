@@ -386,6 +386,11 @@ SAMPLES = [
         [Quota(None, 100, 50, 5, 60)],
     ),
     Sample(
+        "draft -07, without a limit",
+        {"RateLimit": "remaining=50, reset=5", "RateLimit-Policy": "100;w=60"},
+        [Quota(None, None, 50, 5)],
+    ),
+    Sample(
         "only policies, without names",
         {"RateLimit-Policy": "10;w=1, 50;w=60"},
         [Quota(None, 10, window=1), Quota(None, 50, window=60)],

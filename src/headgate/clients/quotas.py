@@ -191,7 +191,8 @@ def _draft_7(text: str, policies: list[Item]) -> list[Quota]:
 def _window_of(limit: int | None, policies: Iterable[Item]) -> int | None:
     """The window of the policy with that quota, such as `100;w=60` or `"default";q=100;w=60`."""
     for value, parameters in policies:
-        if limit in (value, parameters.get("q")) and (window := _whole(parameters.get("w"))):
+        is_same = limit is not None and limit in (value, parameters.get("q"))
+        if is_same and (window := _whole(parameters.get("w"))):
             return window
     return None
 
