@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from contextlib import ExitStack
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,12 +21,13 @@ from headgate.regions.reserved import reserve
 from headgate.regions.reserved_agent import ReservedAgent
 from headgate.regions.routing import RegionRouter
 from headgate.regions.worker import RegionWorker
+from headgate.runtime import Runtime
 from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, Refund
 from support.servers import RedisServer, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from headgate.decisions import Decision
     from headgate.stores.operations import Call
@@ -443,3 +446,38 @@ def test_agents_of_one_region_share_a_lock(servers: dict[str, RedisServer], uniq
 
         wait_until(lambda: max(leased()) > 0, "a lease")
         assert min(leased()) == 0
+
+
+class RacingRuntime(Runtime):
+    """Starts workers while another thread wants to start them, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[str] = []
+        self.race: Callable[[], Any] = lambda: None
+        self.threads: list[threading.Thread] = []
+
+    def start_worker(self, name: str, steps: Iterator[float], wakeup: Any) -> Any:
+        self.started.append(name)
+        if not self.threads:
+            self.threads.append(threading.Thread(target=self.race))
+            self.threads[0].start()
+            self.threads[0].join(0.2)  # it cannot end before this call does
+        return SimpleNamespace(is_alive=True, is_current=False)
+
+
+@pytest.mark.parametrize("work", ["exchange", "agent"])
+def test_threads_that_are_first_at_the_same_time_start_one_worker(work: str) -> None:
+    opened: list[str] = []
+
+    def open_client(region: str) -> Any:
+        opened.append(region)
+        return SimpleNamespace()
+
+    runtime = RacingRuntime()
+    worker = RegionWorker(Regions("us", "eu", (("eu", ""), ("us", ""))), open_client, runtime=runtime)
+    runtime.race = getattr(worker, f"ensure_{work}")
+    runtime.race()
+    runtime.threads[0].join()
+    assert len(runtime.started) == 1
+    assert sorted(opened) == ["eu", "us"]

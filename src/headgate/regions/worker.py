@@ -7,6 +7,7 @@ limiter: neither keeps one alive that is not used any more.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,6 +57,8 @@ class RegionWorker:
 
     def reset_after_fork(self) -> None:
         """A child has neither the workers nor the clients of its parent."""
+        self._start_lock = threading.RLock()
+        """Held while workers are started: requests in several threads may be the first at the same time."""
         self.demand.clear()
         self.exchange: RegionExchange | None = None
         self.agent: ReservedAgent | None = None
@@ -64,21 +67,23 @@ class RegionWorker:
 
     def ensure_exchange(self) -> RegionExchange:
         """The exchange, which runs from now on."""
-        if self.exchange is None:
-            clients = {name: self._open_client(name) for name in self.regions.names}
-            own, home = self.regions.own, self.regions.home
-            self.exchange = RegionExchange(own, clients, home=home, counter=self.counter, runtime=self.runtime)
-        self._start("exchange", _run_exchange)
-        return self.exchange
+        with self._start_lock:
+            if self.exchange is None:
+                clients = {name: self._open_client(name) for name in self.regions.names}
+                own, home = self.regions.own, self.regions.home
+                self.exchange = RegionExchange(own, clients, home=home, counter=self.counter, runtime=self.runtime)
+            self._start("exchange", _run_exchange)
+            return self.exchange
 
     def ensure_agent(self) -> None:
         """Lease tokens for reserved limits from now on."""
-        if self.agent is None:
-            own, home = self._open_client(self.regions.own), self._open_client(self.regions.home)
-            monotonic, count = self.runtime.monotonic, len(self.regions.names)
-            self.agent = ReservedAgent(own, home, self.demand, regions=count, monotonic=monotonic)
-        event = self._start("leases", _run_agent)
-        self.demand.wake = event.set
+        with self._start_lock:
+            if self.agent is None:
+                own, home = self._open_client(self.regions.own), self._open_client(self.regions.home)
+                monotonic, count = self.runtime.monotonic, len(self.regions.names)
+                self.agent = ReservedAgent(own, home, self.demand, regions=count, monotonic=monotonic)
+            event = self._start("leases", _run_agent)
+            self.demand.wake = event.set
 
     def close(self) -> None:
         """Stop the workers, after they have shared what was admitted; see `is_stopping`."""
