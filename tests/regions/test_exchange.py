@@ -189,9 +189,9 @@ def test_a_partition_admits_at_most_the_limit_in_each_part(fleet: Fleet) -> None
 
 
 def test_usage_passes_through_the_home_region(fleet: Fleet) -> None:
-    """One call to another region in each exchange, whatever the number of regions."""
-    fleet.cut("ap", "us")
-    fleet.cut("us", "ap")
+    """One call to another region in each exchange, whatever the number of regions, and none from the home region."""
+    for own, other in (("ap", "us"), ("us", "ap"), (HOME, "ap"), (HOME, "us")):
+        fleet.cut(own, other)
     limit = minutely()
     for region in REGIONS:
         fleet.check(region, limit)
@@ -379,7 +379,7 @@ def test_old_messages_and_usage_are_dropped(fleet: Fleet) -> None:
         fleet.exchanges[region].post_block("address", "203.0.113.9", until_us=None, reason=None)
         fleet.check(region, limit)
     fleet.exchange_all()
-    for seconds, kept in ((180, "%message"), (2 * 3600, "nothing")):
+    for seconds, kept in ((180, "%message"), (2 * 3600, "none")):
         fleet.clock.advance(seconds)
         for _ in range(CLEANUP_INTERVAL):
             fleet.exchanges["eu"].run_once()
@@ -389,6 +389,9 @@ def test_old_messages_and_usage_are_dropped(fleet: Fleet) -> None:
             found = [field for field in usage if "minutely" in field or "%message" in field]
             assert all(kept in field for field in found)
             assert bool(found) == (kept == "%message")
+    for region, other in (("eu", "ap"), ("ap", "eu")):
+        imported = fleet.exchanges[region].clients[region].imported(other)
+        assert [field for field in imported if "%message" in field] == []
 
 
 def test_malformed_usage_of_another_region_is_ignored(fleet: Fleet) -> None:

@@ -305,8 +305,8 @@ class RegionExchange:
     def _deliver_once(self, imports: _Imports, field: str, text: str) -> None:
         if field not in imports.messages:
             self._deliver(text)
-            imports.messages.add(field)
-            self.clients[self.own].save_imported(imports.region, {field: "1 0 0 0"})
+            imports.messages[field] = self._now_us
+            self.clients[self.own].save_imported(imports.region, {field: f"1 {self._now_us} 0 0"})
 
     def _deliver(self, text: str) -> None:
         """Carry out a message, which is harmless to repeat; ignore one that is malformed."""
@@ -357,9 +357,15 @@ class RegionExchange:
             self._executor.submit(self._drop_at_home, reported)
         for region, imports in self._imports.items():
             fields = [field for field in imports.usage if _is_over(field, "", self._now_us)]
-            own.drop_imported(region, fields)
+            # A message that is read again later is too old to be delivered.
+            messages = [
+                field for field, at_us in imports.messages.items() if at_us < self._now_us - 2 * MAX_MESSAGE_AGE_US
+            ]
+            own.drop_imported(region, [*fields, *messages])
             for field in fields:
                 del imports.usage[field]
+            for field in messages:
+                del imports.messages[field]
 
     def _drop_at_home(self, fields: Sequence[str]) -> None:
         try:
@@ -375,7 +381,8 @@ class _Imports:
         self.region = region
         self.epoch, self.number = "", 0
         self.usage: dict[str, ImportedUsage] = {}
-        self.messages: set[str] = set()
+        self.messages: dict[str, int] = {}
+        """When each message was delivered, which happens once."""
         self._changed: set[str] = set()
 
     @classmethod
@@ -386,7 +393,7 @@ class _Imports:
             if field == "%position":
                 imports.epoch, imports.number = _parse_position(text)
             elif field.startswith(MESSAGE_PREFIX):
-                imports.messages.add(field)
+                imports.messages[field] = ImportedUsage.parse(text).refunded
             else:
                 imports.usage[field] = ImportedUsage.parse(text)
         return imports
