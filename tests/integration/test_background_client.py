@@ -731,6 +731,18 @@ def test_flood_of_forged_messages_costs_few_reads(
     assert heard.listener.ignored == 0
 
 
+def test_burst_of_changes_is_read_within_a_second() -> None:
+    pending, reads = pubsub._Pending(), []
+    for number in range(20_000):
+        pending.add(b'block {"kind":"ip","value":"%d"}' % number)
+    while (due := pending.due()) is not None:
+        reads.append(len(pending.take_blocks(due)))
+    assert sum(reads) == 20_000
+    assert not pending.all_changed
+    assert max(reads) <= pubsub.MAX_READ_AT_ONCE
+    assert len(reads) * pubsub.READ_INTERVAL_S < 1
+
+
 def test_malformed_and_oversized_messages_are_ignored_and_counted(
     background: BackgroundClient, remote_url: str, forge: Callable[[str | bytes], Any], caplog: pytest.LogCaptureFixture
 ) -> None:

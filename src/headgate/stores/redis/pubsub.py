@@ -16,6 +16,7 @@ import re
 import socket
 import time
 from contextlib import closing, suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from hiredis import ReplyError
@@ -49,9 +50,14 @@ STOP_CHECK_INTERVAL_S: Final = 0.05
 
 MAX_MESSAGE_BYTES: Final = 32_768
 """Longer messages are skipped as they arrive, without being stored."""
-MAX_PENDING: Final = 1_000
-"""Changed blocks waiting to be read. With more of them, all blocks are read instead."""
-MAX_READ_AT_ONCE: Final = 50
+MAX_PENDING: Final = 25_000
+"""Changed entries waiting to be read. With more of them, all are read instead."""
+MAX_FORGOTTEN: Final = 1_000
+"""Invalidated denials waiting to be forgotten. With more of them, this happens at once."""
+MIN_READ_AT_ONCE: Final = 50
+MAX_READ_AT_ONCE: Final = 1_000
+READ_PART: Final = 4
+"""A quarter of what waits is read at once: thousands of blocks in a moment are known within a second."""
 READ_INTERVAL_S: Final = 0.02
 """Between two reads of changed blocks. The first after a pause is immediate."""
 READ_ALL_INTERVAL_S: Final = 1.0
@@ -247,7 +253,7 @@ class _Pending:
             except UnicodeDecodeError:
                 return False
             self._forgotten[f"{name}:{algorithm}", identity] = None
-            if len(self._forgotten) > MAX_PENDING:
+            if len(self._forgotten) > MAX_FORGOTTEN:
                 self._forget_at = 0.0
             return True
         return False
@@ -269,7 +275,8 @@ class _Pending:
     def take_blocks(self, now: float) -> list[tuple[str, str]]:
         if not self._blocks or now < self._read_at:
             return []
-        taken = list(self._blocks)[:MAX_READ_AT_ONCE]
+        most = min(max(MIN_READ_AT_ONCE, len(self._blocks) // READ_PART), MAX_READ_AT_ONCE)
+        taken = list(islice(self._blocks, most))
         for identity in taken:
             del self._blocks[identity]
         self._read_at = now + READ_INTERVAL_S
