@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from http.client import parse_headers as parse_message
@@ -590,6 +591,23 @@ def test_work_is_bounded(headers: list[tuple[str, str]]) -> None:
         sys.setprofile(None)
     assert len(quotas) <= MAX_QUOTAS
     assert calls <= 60_000
+
+
+@pytest.mark.parametrize("fill", ["a", "1", " ", ",", ";", "=", '"', "\\", ":", ";a", "a=1;", "1,", "h,", "\t"])
+@pytest.mark.parametrize("start", ["", "remaining=", '"', "a;", "api-usage=", "hit"])
+def test_time_is_in_proportion_to_the_length_of_fields(start: str, fill: str) -> None:
+    names = ["ratelimit", "ratelimit-policy", "cache-status", "x-cache", "sforce-limit-info", "retry-after", "date"]
+    names += [f"x-ratelimit-{word}-{number}" for word in ("limit", "remaining", "reset", "a") for number in range(5)]
+
+    def cpu_s(length: int) -> float:
+        """CPU seconds of this thread, which do not depend on what else the machine is doing."""
+        headers = [(name, (start + fill * length)[:length]) for name in names]
+        begin = time.thread_time()
+        parse_headers(headers, NOW)
+        return time.thread_time() - begin
+
+    short, long = (min(cpu_s(length) for _ in range(3)) for length in (500, 4000))
+    assert long <= 24 * short + 0.002  # 8 times is linear, 64 times quadratic
 
 
 # ---------------------------------------------------------------- structured fields

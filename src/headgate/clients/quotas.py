@@ -259,7 +259,7 @@ def _from_families(fields: Mapping[str, str], now_s: float, *, skip_unnamed: boo
             continue
         rest = _JOINED.sub(r"\1-", match["rest"] or "limit")
         if "remaining=" in text:  # Zendesk: all numbers in one field
-            numbers = re.findall(r"([a-z]+)=([0-9.]+)", text)
+            numbers = re.findall(r"\b([a-z]{1,20})=([0-9.]{1,20})", text)
             families[match["prefix"], rest] = {KINDS[word]: number for word, number in numbers if word in KINDS}
             continue
         kind, of = _kind_and_subject(rest)
