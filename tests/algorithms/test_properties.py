@@ -141,12 +141,13 @@ class LimiterBesideModel(RuleBasedStateMachine):
         self.model = Model()
         self.charges: dict[str, Decision | None] = {}
         self.fresh_ids = (f"nobody-{number}" for number in itertools.count())
-        self.now = self.decided_at = start
+        self.now = self.latest = self.decided_at = start
         self.clock.set_us(start)
 
     @rule(step=steps, cost=costs, mask=masks, id=st.none() | ids)
     def check(self, step: str | int, cost: str, mask: int, id: str | None) -> None:
         self.move(step)
+        id = self.remembered(id)
         subjects, units = self.subjects(mask), COSTS[cost](self)
         decision = self.limiter.check(*map(key, subjects), cost=units, id=id)
         if id is not None:
@@ -164,6 +165,7 @@ class LimiterBesideModel(RuleBasedStateMachine):
     @rule(step=steps, mask=masks, amount=amounts, id=st.none() | ids | st.sampled_from("xyz"), of_last=st.booleans())
     def refund(self, step: str | int, mask: int, amount: int, id: str | None, of_last: bool) -> None:
         self.move(step)
+        id = self.remembered(id)
         for subject in self.subjects(mask):
             if subject.plan.algorithm == "concurrency":
                 continue
@@ -208,7 +210,12 @@ class LimiterBesideModel(RuleBasedStateMachine):
     def move(self, step: str | int) -> None:
         target = self.now + step if isinstance(step, int) else STEPS[step](self)
         self.now = min(max(0, target), LATEST)
+        self.latest = max(self.latest, self.now)
         self.clock.set_us(self.now)
+
+    def remembered(self, id: str | None) -> str | None:
+        """The id; None if stores may or may not remember it, because the clock was set back after its record expired."""
+        return None if id is None or self.model.is_forgettable(id, self.now, self.latest) else id
 
     def subjects(self, mask: int) -> list[Subject]:
         chosen = [plan for place, plan in enumerate(self.plans) if mask >> place & 1]

@@ -453,6 +453,10 @@ class Model:
             self.records[key, id] = Record(now, ends, 0, outcome=None, is_refunded=True)
         return given_back
 
+    def is_forgettable(self, id: str, now: int, latest: int) -> bool:
+        """True if a record of that id expired before the clock was set back: a store may have dropped it, or not."""
+        return any(now < record.ends <= latest for (_, other), record in self.records.items() if other == id)
+
     def _record(self, subject: Subject, now: int, id: str) -> Record | None:
         """What is recorded of the check with that id on that key, if it was admitted and is still valid."""
         record = self.records.get((_key(subject), id))
