@@ -334,7 +334,7 @@ def test_probes_of_the_shared_service_while_redis_works_and_fails(own_redis: Red
 
         def is_out() -> bool:
             failures.append(status(ports["http"], "/json", QUESTION))
-            return failures.count(500) >= 50 and status(ports["http"], ready) == 500
+            return failures.count(400) >= 50 and status(ports["http"], ready) == 500
 
         wait_until(is_out, "the server is not ready")
         assert grpc_health(ports["grpc"]) == "SERVING"

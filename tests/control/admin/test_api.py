@@ -302,10 +302,13 @@ def take_action(admin: Admin) -> str:
     return action.id
 
 
-def sent(admin: Admin, row: Row, role: str | None) -> httpx.Response:
+def path_of(admin: Admin, row: Row) -> str:
     path = row.path.replace("TOKEN", admin.texts["viewer"].split("_")[1])
-    if "ACTION" in path:
-        path = path.replace("ACTION", take_action(admin))
+    return path.replace("ACTION", take_action(admin)) if "ACTION" in path else path
+
+
+def sent(admin: Admin, row: Row, role: str | None) -> httpx.Response:
+    path = path_of(admin, row)
     headers = {"If-Match": f'"{admin.store.version}"'} if row.based_on else {}
     return admin.ask(row.method, path, role=role, json=row.body, headers=headers)
 
@@ -662,7 +665,7 @@ def test_key_is_of_one_request_and_of_one_token(admin: Admin) -> None:
     "row", [row for row in TABLE if row.method == "DELETE" and "reason" in row.path], ids=lambda row: row.path
 )
 def test_reason_may_stand_in_a_header_field_where_no_log_keeps_it(row: Row, furnished: Admin) -> None:
-    path = row.path.replace("&reason=over", "").replace("?reason=over", "")
+    path = path_of(furnished, row).replace("&reason=over", "").replace("?reason=over", "")
     bare = furnished.ask("DELETE", path, role=row.role)
     assert (bare.status_code, bare.json()["problems"]) == (
         422,
@@ -670,7 +673,8 @@ def test_reason_may_stand_in_a_header_field_where_no_log_keeps_it(row: Row, furn
     )
     said = {"Headgate-Reason": "50%25 back, says J%C3%BCrgen", "Idempotency-Key": "r-1"}
     assert furnished.ask("DELETE", path, role=row.role, headers=said).status_code == 200
-    assert furnished.ask("GET", "audit", role="viewer").json()["items"][0]["reason"] == "50% back, says Jürgen"
+    entries = furnished.ask("GET", "audit", role="viewer").json()["items"]
+    assert "50% back, says Jürgen" in [entry["reason"] for entry in entries]
     other = furnished.ask("DELETE", path, role=row.role, headers={**said, "Headgate-Reason": "another"})
     assert (other.status_code, other.json()["type"]) == (422, "key-reused")
 
