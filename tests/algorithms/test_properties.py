@@ -214,7 +214,7 @@ class LimiterBesideModel(RuleBasedStateMachine):
         self.clock.set_us(self.now)
 
     def remembered(self, id: str | None) -> str | None:
-        """The id; None if stores may or may not remember it, because the clock was set back after its record expired."""
+        """The id; None if stores may have dropped it: the clock was set back after its record expired."""
         return None if id is None or self.model.is_forgettable(id, self.now, self.latest) else id
 
     def subjects(self, mask: int) -> list[Subject]:
