@@ -15,6 +15,7 @@ from headgate._fork import block_forks
 from headgate.clock import MINUTE_US, SystemClock
 from headgate.control.anomalies.baseline import DAY, Baseline, read_histories
 from headgate.control.anomalies.tables import ANOMALIES, WATCHED_DAYS
+from headgate.control.background import BackgroundThreads
 from headgate.control.config.engine import ConfigUnavailable, open_engine, read_transaction, write_transaction
 from headgate.control.config.migrations import migrate
 from headgate.control.webhooks import WebhookEvent, WebhookQueue
@@ -167,30 +168,18 @@ class AnomalyDetector:
         self._last_minute = 0
         self._is_failing = False
         self._lock = threading.Lock()
-        self._stop: threading.Event | None = None
-        self._threads: list[threading.Thread] = []
+        self._threads = BackgroundThreads("headgate-anomalies")
 
     def start(self) -> Self:
         """Run in background threads until `stop`."""
-        if self._stop is None:
-            self._stop = threading.Event()
-            weakref.finalize(self, self._stop.set).atexit = False
-            arguments: list[tuple[Any, ...]] = [(_check_forever, weakref.ref(self), self._stop)]
-            if self._webhook is not None:
-                arguments.append((self._webhook.deliver_forever, ANOMALY_QUEUE, self._engine, self._clock, self._stop))
-            for target, *args in arguments:
-                thread = threading.Thread(target=target, args=args, name="headgate-anomalies", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+        webhook = self._webhook
+        deliver = [] if webhook is None else [(webhook.deliver_forever, ANOMALY_QUEUE, self._engine, self._clock)]
+        self._threads.start(self, (_check_forever, weakref.ref(self)), *deliver)
         return self
 
     def stop(self) -> None:
         """Stop the threads and write the baselines."""
-        if self._stop is not None:
-            self._stop.set()
-            for thread in self._threads:
-                thread.join(2.0)
-            self._stop, self._threads = None, []
+        self._threads.stop()
         with self._lock:
             self._write_baselines()
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from headgate._fork import block_forks
 from headgate.clock import SystemClock
+from headgate.control.background import BackgroundThreads
 from headgate.control.canaries.comparison import compare
 from headgate.control.config import ConfigStore, ConfigUnavailable
 from headgate.control.config.writing import MAX_REASON_LENGTH
@@ -47,27 +48,16 @@ class CanaryEvaluator:
         self._fleet = fleet
         self._clock = clock or SystemClock()
         self._is_unavailable = False
-        self._stop: threading.Event | None = None
-        self._thread: threading.Thread | None = None
+        self._threads = BackgroundThreads("headgate-canaries")
 
     def start(self) -> Self:
         """Evaluate every second in a background thread, until `stop`."""
-        if self._stop is None:
-            self._stop = threading.Event()
-            weakref.finalize(self, self._stop.set).atexit = False
-            arguments = weakref.ref(self), self._stop
-            self._thread = threading.Thread(
-                target=_evaluate_forever, args=arguments, name="headgate-canaries", daemon=True
-            )
-            self._thread.start()
+        self._threads.start(self, (_evaluate_forever, weakref.ref(self)))
         return self
 
     def stop(self) -> None:
         """Stop the thread."""
-        if self._stop is not None and self._thread is not None:
-            self._stop.set()
-            self._thread.join(2.0)
-        self._stop = self._thread = None
+        self._threads.stop()
 
     def evaluate(self) -> Comparison | None:
         """Compare now, and roll back or promote if it is time; None if no canary is running."""

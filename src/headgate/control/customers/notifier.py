@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sqlalchemy import insert, select
@@ -14,6 +13,7 @@ from headgate._fork import block_forks
 from headgate.clock import MINUTE_US, SystemClock
 from headgate.control.anomalies.detector import anomaly_from_row
 from headgate.control.anomalies.tables import ANOMALIES, NOTICES
+from headgate.control.background import BackgroundThreads
 from headgate.control.config.engine import ConfigUnavailable, read_transaction, write_transaction
 from headgate.control.customers.channels import TIMEOUT_S, send_email, send_to_slack
 from headgate.control.service.request_links import LIFETIME_US, Link
@@ -22,6 +22,7 @@ from headgate.errors import HeadgateError
 from headgate.telemetry.pseudonyms import Pseudonymizer
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Iterator, Sequence
     from typing import Self
 
@@ -71,26 +72,16 @@ class CustomerNotifier(EventSender):
             for kind, value in [each.client]
         }
         """The customers by kind and keyed hash, as anomalies name them."""
-        self._stop: threading.Event | None = None
-        self._threads: list[threading.Thread] = []
+        self._threads = BackgroundThreads("headgate-customers")
 
     def start(self) -> Self:
         """Run in background threads until `stop`."""
-        if self._stop is None:
-            stop = self._stop = threading.Event()
-            targets = (self._check_forever, (stop,)), (self.deliver_forever, (QUEUE, self._engine, self._clock, stop))
-            for target, arguments in targets:
-                thread = threading.Thread(target=target, args=arguments, name="headgate-customers", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+        deliver = self.deliver_forever, QUEUE, self._engine, self._clock
+        self._threads.start(self, (self._check_forever,), deliver)
         return self
 
     def stop(self) -> None:
-        if self._stop is not None:
-            self._stop.set()
-            for thread in self._threads:
-                thread.join(2.0)
-            self._stop, self._threads = None, []
+        self._threads.stop()
 
     close = stop
 
