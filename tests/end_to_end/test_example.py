@@ -31,6 +31,7 @@ from examples.shop import simulated_clients, tour
 from examples.shop.__main__ import main
 from examples.shop.app import app
 from examples.shop.data_directory import DataDirectory
+from examples.shop.gate import ledger
 from examples.shop.policy_file import PolicyFile
 
 from headgate.control.admin.tokens import Tokens
@@ -422,6 +423,8 @@ def test_key_has_the_numbers_of_its_tier(client: TestClient, key: str | None, qu
 
 
 def test_exports_are_paid_by_the_plan_then_by_credits(client: TestClient) -> None:
+    ledger.newest_number()  # creates its tables, which can take longer than the gate waits for it
+
     def export(key: str) -> Any:
         return client.post("/exports", headers={"X-API-Key": "demo-free-key", "Idempotency-Key": key})
 
