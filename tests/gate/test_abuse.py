@@ -129,6 +129,20 @@ def test_accounts_of_logins_are_counted(open_gate: Callable[..., Gate]) -> None:
     assert found(gate) == [("mine", "ip", ATTACKER)]
 
 
+def test_expensive_requests_are_found_by_the_time_of_their_responses(open_gate: Callable[..., Gate]) -> None:
+    clock = FakeClock(START_US)
+    gate = open_gate(policy_of({"mine": {"by": "ip", "when": {"seconds": 20, "requests": 5}}}), clock=clock)
+    for _ in range(8):
+        for peer, seconds in ((ATTACKER, 4.0), (VICTIM, 0.1)):
+            admission = gate.admit(FakeRequest("/search", peer=peer))
+            clock.advance(seconds)
+            gate.finish(admission, 200)
+    assert found(gate) == [("mine", "ip", ATTACKER)]
+    assert gate.abuse is not None
+    evidence = "203.0.113.9 took 20.0 seconds to answer and sent 6 requests in 5 minutes"
+    assert gate.abuse.findings[0].evidence == evidence
+
+
 def test_new_policy_changes_the_scenarios(open_gate: Callable[..., Gate]) -> None:
     gate = open_gate(policy_of())
     gate._activate(policy_of({"scraping": True}))

@@ -70,6 +70,8 @@ class ObservedRequest(NamedTuple):
     path: str
     status: int
     endpoint: str
+    duration_us: int = 0
+    """The time until the response was complete."""
 
 
 class AbuseDetector:
@@ -177,9 +179,10 @@ class GroupTable:
         """Count requests that the scenario looks at. This runs for every request, and is kept fast."""
         records, cells, plan, kind, hashes = self.records, self._cells, self._plan, self._kind, self._hashes
         key_of, values, is_failure, interval_index = self._key_of, self._values, plan.is_failure, plan.interval_index
+        duration_index = plan.duration_index
         start_us, end_us, pane, last_early = self._start_us, self._end_us, self.pane, self._promote_at - 1
         for request in requests:
-            at_us, _, who, _, _, status, _ = request
+            at_us, _, who, _, _, status, _, duration_us = request
             if not start_us <= at_us < end_us:
                 self._turn(at_us)
                 records, cells = self.records, self._cells
@@ -208,6 +211,8 @@ class GroupTable:
                 value = value_of(request)
                 if value is not None:
                     record.bits[index] |= 1 << (hashes(value) & mask)
+            if duration_index is not None:
+                record.hits[duration_index] += duration_us
             if interval_index is not None:
                 interval_us = at_us - record.last_us if record.last_us else 0
                 base_us = common_interval(interval_us, record.interval_us)

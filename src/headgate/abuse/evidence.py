@@ -21,6 +21,7 @@ COUNTED: Final = {
     "agents": "used {} user agents",
     "paths": "requested {} paths",
     "newcomers": "had {} new addresses",
+    "seconds": "took {} seconds to answer",
 }
 SHARES: Final = {
     "refused": "were refused (401 or 403)",

@@ -19,9 +19,9 @@ __all__ = [
 
 AbuseAction: TypeAlias = Literal["tighten", "delay", "challenge", "block"]
 
-COUNT_SIGNALS: Final = ("requests", "accounts", "addresses", "agents", "paths", "newcomers")
-"""Signals that are numbers per window: requests, or distinct values among them. Newcomers are addresses that were not
-seen in the last hour."""
+COUNT_SIGNALS: Final = ("requests", "accounts", "addresses", "agents", "paths", "newcomers", "seconds")
+"""Signals that are numbers per window: requests, distinct values among them, or the seconds that their responses took.
+Newcomers are addresses that were not seen in the last hour."""
 
 SHARE_SIGNALS: Final = ("refused", "missing", "limited", "regular")
 """Signals that are shares of the requests: answered with 401 or 403, with 404 or 410, with 429 or 503; and those that

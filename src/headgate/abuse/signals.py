@@ -206,16 +206,17 @@ class SharedRecord(NamedTuple):
 class SignalPlan:
     """The signals that some thresholds need, with their places in a `GroupRecord`."""
 
-    __slots__ = ("failures", "interval_index", "is_failure", "sets", "shares", "sizes", "thresholds")
+    __slots__ = ("duration_index", "failures", "interval_index", "is_failure", "sets", "shares", "sizes", "thresholds")
 
     def __init__(self, thresholds: Sequence[Threshold]) -> None:
         self.thresholds = tuple(thresholds)
         named = [each.signal for each in thresholds]
-        self.shares = tuple(name for name in named if name not in COUNT_SIGNALS)
-        self.sets = tuple(name for name in named if name in COUNT_SIGNALS and name != "requests")
+        self.shares = tuple(name for name in named if name not in COUNT_SIGNALS or name == "seconds")
+        self.sets = tuple(name for name in named if name in COUNT_SIGNALS and name not in ("requests", "seconds"))
         self.sizes = tuple(bits_for(each.value) for each in thresholds if each.signal in self.sets)
         self.failures = tuple((index, FAILURES[name]) for index, name in enumerate(self.shares) if name in FAILURES)
         self.is_failure = frozenset[int]().union(*[statuses for _, statuses in self.failures])
+        self.duration_index = self.shares.index("seconds") if "seconds" in self.shares else None
         self.interval_index = self.shares.index("regular") if "regular" in self.shares else None
 
     def new_record(self, pane: int, early: int) -> GroupRecord:
@@ -230,7 +231,8 @@ class SignalPlan:
     @property
     def least_requests(self) -> int:
         """The requests without which no group reaches the thresholds."""
-        return max([ceil(each.value) for each in self.thresholds if each.signal in COUNT_SIGNALS], default=1)
+        counts = [each for each in self.thresholds if each.signal in COUNT_SIGNALS and each.signal != "seconds"]
+        return max([ceil(each.value) for each in counts], default=1)
 
     def values(self, records: Iterable[SharedRecord]) -> dict[str, float]:
         """The signals of a group, from its records on all nodes."""
@@ -243,7 +245,10 @@ class SignalPlan:
             bits = [own | added for own, added in zip(bits, each.bits, strict=True)]
         found: dict[str, float] = {"requests": requests}
         for name, hit in zip(self.shares, hits, strict=True):
-            found[name] = hit / looked_at if looked_at >= MIN_FOR_SHARES else 0.0
+            if name == "seconds":
+                found[name] = round(hit / 1_000_000, 1)
+            else:
+                found[name] = hit / looked_at if looked_at >= MIN_FOR_SHARES else 0.0
         for name, own, size in zip(self.sets, bits, self.sizes, strict=True):
             found[name] = min(distinct(own, size), requests)
         return found
@@ -254,7 +259,7 @@ class SignalPlan:
         for each in self.thresholds:
             value = values[each.signal]
             if value < each.value:
-                is_count = each.signal in COUNT_SIGNALS
+                is_count = each.signal in COUNT_SIGNALS and each.signal != "seconds"
                 missing = max(missing, int(each.value - value) if is_count else int(values["requests"]) >> 4, 1)
         return missing
 

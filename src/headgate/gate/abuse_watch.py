@@ -93,12 +93,15 @@ class AbuseWatch:
         self._handle(finding, scenario)
 
 
-def observed_request(request: RequestInfo, resolution: Resolution, received_us: int, status: int) -> ObservedRequest:
+def observed_request(
+    request: RequestInfo, resolution: Resolution, received_us: int, status: int, duration_us: int
+) -> ObservedRequest:
     """The completed request as scenarios look at it."""
     route, path, agent = resolution.route, request.path, ""
     if route.looks_at_agents and (agents := request.header("user-agent")):
         agent = agents[0]
     if len(path) > MAX_PATH:
         path = path[:MAX_PATH]
-    fields: tuple[Any, ...] = (received_us, route.scenarios, resolution.who, agent, path, status, route.endpoint)
+    who, endpoint = resolution.who, route.endpoint
+    fields: tuple[Any, ...] = (received_us, route.scenarios, who, agent, path, status, endpoint, max(0, duration_us))
     return tuple.__new__(ObservedRequest, fields)

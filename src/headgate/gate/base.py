@@ -579,7 +579,9 @@ class GateBase:
         """Pass a completed request to the detector of abuse; once, if at all. `finish` does this, too."""
         request, admission.observed = admission.observed, None
         if request is not None and admission.resolution is not None and status != NOT_SERVED:
-            self._events.complete(observed_request(request, admission.resolution, admission.received_us, status))
+            received_us = admission.received_us
+            duration_us = self._time_ns() // 1000 - received_us
+            self._events.complete(observed_request(request, admission.resolution, received_us, status, duration_us))
 
     def _apply_live_entries(
         self, policy: ActivePolicy, resolved: ResolvedRequest, now_us: int

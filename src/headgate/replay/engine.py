@@ -185,7 +185,7 @@ class PolicyReplay:
             if scenarios is not None and not entry.is_blocked:
                 route, who = entry.resolution.route, entry.resolution.who
                 given = status if self.rejected == rejected else 429
-                scenarios.add(at_us, route, who, entry.agent, decode_path(target), given)
+                scenarios.add(at_us, route, who, entry.agent, decode_path(target), given, duration_us)
 
     def finish(self) -> None:
         """Complete the statistics after the last request."""

@@ -67,14 +67,24 @@ class ScenarioReplay:
             self._detector.network_of = NetworkNames(settings.networks)
         self._detector.configure(settings.scenarios)
 
-    def add(self, at_us: int, route: RoutePlan, who: Mapping[str, str], agent: str, path: str, status: int) -> None:
+    def add(
+        self,
+        at_us: int,
+        route: RoutePlan,
+        who: Mapping[str, str],
+        agent: str,
+        path: str,
+        status: int,
+        duration_us: int | None,
+    ) -> None:
         """Evaluate a request with the status that the log, or a rejection of the policy, has given it."""
         self.has_agents = self.has_agents or bool(agent)
         self.has_status = self.has_status or status != 0
         if self._kinds and self._affects(at_us, who):
             return
         if route.scenarios:
-            request = ObservedRequest(at_us, route.scenarios, who, agent, path, status, route.endpoint)
+            endpoint = route.endpoint
+            request = ObservedRequest(at_us, route.scenarios, who, agent, path, status, endpoint, duration_us or 0)
             self._detector.observe((request,))
 
     @property
