@@ -13,7 +13,7 @@ LOCK   := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gene
 BUILT  := pyproject.toml setup.py $(wildcard src/headgate/*.c src/headgate/algorithms/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench bench-scaling bench-serve bench-regions bench-quotas bench-clients bench-overload docs chaos mutate malformed charges dist audit lock format clean servers
+.PHONY: help run test check bench bench-fleet bench-scaling bench-serve bench-regions bench-quotas bench-clients bench-overload docs chaos mutate malformed charges dist audit lock format clean servers
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -36,6 +36,9 @@ bench: $(VENV)/.bench ## compare headgate with its peers, and write docs/benchma
 bench-scaling: $(VENV)/.test ## compare a sharded store with Redis Cluster, and write the tables of docs/scaling.md
 	@scripts/install-packages servers
 	$(BIN)/python -m bench.scaling $(BENCH_ARGS)
+
+bench-fleet: $(VENV)/.test ## simulate a large fleet with other settings, and write the tables of docs/scaling.md
+	$(BIN)/python -m bench.fleet $(BENCH_ARGS)
 
 bench-serve: $(VENV)/.bench ## measure headgate serve, and write docs/sizing.md (BENCH_ARGS=--quick: a minute)
 	@scripts/install-packages servers

@@ -114,10 +114,11 @@ def main() -> None:
     for name, rows in tables.items():
         print(f"\n{name}\n" + "\n".join(rows))
     if not options.dry:
-        _write(tables)
+        write_tables(tables)
 
 
-def _write(tables: dict[str, list[str]]) -> None:
+def write_tables(tables: dict[str, list[str]]) -> None:
+    """Replace the tables of docs/scaling.md that have these names."""
     text = PAGE.read_text("utf-8")
     for name, rows in tables.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)

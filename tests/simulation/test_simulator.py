@@ -71,6 +71,7 @@ def test_large_fleet_needs_few_store_calls_and_keeps_its_bounds(capsys: pytest.C
     assert f"$ headgate simulate examples/scenarios/fleet.yaml\n{printed}```" in page
     [calls] = re.findall(r"([0-9.]+) per request", printed)
     assert float(calls) <= 0.1
+    assert f"| as shipped | {calls} |" in (ROOT / "docs" / "scaling.md").read_text("utf-8")
 
 
 def test_bounds_hold_on_a_bad_day(capsys: pytest.CaptureFixture[str]) -> None:
