@@ -350,6 +350,9 @@ class PolicyReplay:
 
     def _record_peaks(self, active: list[AppliedRules]) -> None:
         """Compare what limits have admitted in this minute with their peaks."""
+        if len(active) == 1 and active[0].admitted <= active[0].peak_requests:
+            active[0].admitted = 0
+            return
         admitted: dict[RuleTotals, int] = {}
         for applied in active:
             for rule, cost in applied.costs:
@@ -358,6 +361,8 @@ class PolicyReplay:
         for rule, total in admitted.items():
             if total > rule.peak_admitted:
                 rule.peak_admitted, rule.peak_minute_us = total, self._minute_us
+        for applied in active:
+            applied.peak_requests = min([rule.peak_admitted // cost for rule, cost in applied.costs if cost], default=0)
 
     # ------------------------------------------------------------------------------------ resolution
 

@@ -14,7 +14,7 @@ from headgate._limit_syntax import suggest
 from headgate.clock import SECOND_US
 from headgate.errors import InvalidInput
 from headgate.policy.snapshot import AMBIGUOUS
-from headgate.replay.times import CommonTimes, parse_duration, parse_time
+from headgate.replay.times import SECONDS_US, CommonTimes, parse_duration, parse_time
 from headgate.telemetry.decision_log.record import ENVOY_METHODS, LOST
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class CommonLines(LogFormat):
             if (found := pattern.match(line)) is not None:
                 self._block_pattern = self._patterns[1] if pattern is self._patterns[1] else self._block_pattern
                 try:
-                    return self._request(*found.groups(""))
+                    return self._requests([found.groups("")])[0]
                 except ValueError:
                     return None
         return None
@@ -158,28 +158,23 @@ class CommonLines(LogFormat):
     def parse_block(self, text: str) -> tuple[list[LoggedRequest], int]:
         found = self._block_pattern.findall(text)
         if len(found) == text.count("\n") + 1:  # one for each line
-            request = self._request
             try:
-                return [request(*each) for each in found], len(found)
+                return self._requests(found), len(found)
             except ValueError:
                 pass
         return super().parse_block(text)
 
-    def _request(
-        self,
-        peer: str,
-        user: str,
-        minute: str,
-        second: str,
-        zone: str,
-        method: str,
-        target: str,
-        status: str,
-        *more: str,
-    ) -> LoggedRequest:
-        sent = (peer, user, *more) if more else (peer, user)
-        sender = self._senders.get(sent) or self._make_sender(sent)
-        return self._times.at(minute, second, zone), method, target, int(status), sender, None
+    def _requests(self, found: Sequence[tuple[str, ...]]) -> list[LoggedRequest]:
+        """The requests of matched lines, in one loop without calls for most of them."""
+        requests: list[LoggedRequest] = []
+        senders, starts_us, add = self._senders, self._times.minutes_us, requests.append
+        for peer, user, minute, second, zone, method, target, status, *more in found:
+            sent = (peer, user, *more) if more else (peer, user)
+            sender = senders.get(sent) or self._make_sender(sent)
+            start_us = starts_us.get((minute, zone))
+            at_us = self._times.at(minute, second, zone) if start_us is None else start_us + SECONDS_US[second]
+            add((at_us, method, target, int(status), sender, None))
+        return requests
 
     def _make_sender(self, sent: tuple[str, ...]) -> Sender:
         peer, user, agent, forwarded = sent if len(sent) == 4 else (*sent, "", "")

@@ -79,6 +79,8 @@ class AppliedRules:
     costs: tuple[tuple[RuleTotals, int], ...]
     admitted: int = 0
     """Requests in the current minute."""
+    peak_requests: int = 0
+    """So many requests alone, or fewer, are no new peak of any of the limits."""
 
 
 @dataclass(slots=True, eq=False)

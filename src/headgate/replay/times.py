@@ -7,7 +7,7 @@ from typing import Final
 
 from headgate.clock import EPOCH, MINUTE_US, SECOND_US
 
-__all__ = ["MINUTE_US", "SECOND_US", "CommonTimes", "iso", "parse_duration", "parse_time"]
+__all__ = ["MINUTE_US", "SECONDS_US", "SECOND_US", "CommonTimes", "iso", "parse_duration", "parse_time"]
 
 MONTHS: Final = {
     name: number + 1
@@ -37,11 +37,12 @@ class CommonTimes:
     1455944445000000
     """
 
-    __slots__ = ("_days", "_minutes")
+    __slots__ = ("_days", "minutes_us")
 
     def __init__(self) -> None:
         self._days: dict[tuple[str, str], int] = {}
-        self._minutes: dict[tuple[str, str], int] = {}
+        self.minutes_us: dict[tuple[str, str], int] = {}
+        """The beginnings of minutes, by their text and zone."""
 
     def parse(self, text: str) -> int:
         """The time in microseconds; ValueError for any other text."""
@@ -49,12 +50,12 @@ class CommonTimes:
 
     def at(self, minute: str, second: str, zone: str) -> int:
         """The same for the parts of a text: its minute, second and zone."""
-        start_us = self._minutes.get((minute, zone))
+        start_us = self.minutes_us.get((minute, zone))
         if start_us is None:
             start_us = self._day(minute[:11], zone) + HOURS_US[minute[12:14]] + MINUTES_US[minute[15:]]
-            if len(self._minutes) >= MAX_CACHED:
-                self._minutes.clear()
-            self._minutes[minute, zone] = start_us
+            if len(self.minutes_us) >= MAX_CACHED:
+                self.minutes_us.clear()
+            self.minutes_us[minute, zone] = start_us
         return start_us + SECONDS_US[second]
 
     def _day(self, text: str, zone: str) -> int:
