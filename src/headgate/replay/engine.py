@@ -197,6 +197,7 @@ class PolicyReplay:
                 rule.requests += totals.requests
         self._by_path.clear()
         self._by_route.clear()
+        self.store.close()  # the counters, which take most of the memory; its statistics stay
 
     # ------------------------------------------------------------------------------------ decisions
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate.clock import MINUTE_US, SECOND_US
@@ -12,6 +14,8 @@ from headgate.replay.times import iso
 from headgate.telemetry.decision_log.sinks import without_password
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from headgate.replay.engine import PolicyReplay
     from headgate.replay.obedience import ObedientClients
     from headgate.replay.sources import LogReader
@@ -42,9 +46,9 @@ def make_report(
     obedient: ObedientClients | None = None,
 ) -> ReplayReport:
     """The report of a finished replay."""
-    clients = sorted(engine.clients.items(), key=lambda each: (-each[1].rejected, -each[1].requests, each[0][1]))
-    rejected_clients = sum(totals.rejected > 0 for _, totals in clients)
-    shown = clients if all_clients else [each for each in clients if each[1].rejected][:MAX_CLIENTS]
+    clients = engine.clients
+    rejected = [each for each in clients.items() if each[1].rejected]
+    shown = sorted(clients.items(), key=_rank) if all_clients else nsmallest(MAX_CLIENTS, rejected, key=_rank)
     groups = _groups(engine)
     data: dict[str, Any] = {
         "policy": policy_file,
@@ -56,7 +60,7 @@ def make_report(
         "last": None if engine.last_us is None else iso(engine.last_us),
         "skipped": reader.skipped,
         "clients": len(clients),
-        "rejected_clients": rejected_clients,
+        "rejected_clients": len(rejected),
         "found_clients": 0 if engine.scenarios is None else engine.scenarios.found_clients,
         "by_limit": {name: _limit(engine, name) for name in engine.rules},
         **groups,
@@ -72,10 +76,33 @@ def make_report(
         "by_scenario": {} if engine.scenarios is None else engine.scenarios.report(all_clients=all_clients),
         "notes": _notes(engine, reader, obedient),
     }
-    everyone = {
-        name[1]: {"requests": totals.requests, "rejected": totals.rejected} for name, totals in engine.clients.items()
-    }
-    return ReplayReport(data, {**data, "all_clients": everyone})
+    return ReplayReport(data, {**data, "all_clients": _ClientCounts(clients)})
+
+
+class _ClientCounts(Mapping[str, dict[str, int]]):
+    """The requests and rejections of all clients by name, made on demand, as there may be a million."""
+
+    def __init__(self, clients: Mapping[tuple[str, str], ClientTotals]) -> None:
+        self._clients = clients
+        self._kinds = sorted({kind for kind, _ in clients})
+
+    def __getitem__(self, name: str) -> dict[str, int]:
+        for kind in self._kinds:
+            if (totals := self._clients.get((kind, name))) is not None:
+                return {"requests": totals.requests, "rejected": totals.rejected}
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for _, name in self._clients)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+
+def _rank(client: tuple[tuple[str, str], ClientTotals]) -> tuple[int, int, str]:
+    """The order of clients: the most rejected ones first, then those with most requests."""
+    name, totals = client
+    return -totals.rejected, -totals.requests, name[1]
 
 
 def compare(
@@ -189,15 +216,15 @@ def _client(name: tuple[str, str], totals: ClientTotals) -> dict[str, Any]:
     return row
 
 
-def _came_close(clients: list[tuple[tuple[str, str], ClientTotals]]) -> list[dict[str, Any]]:
+def _came_close(clients: Mapping[tuple[str, str], ClientTotals]) -> list[dict[str, Any]]:
     """Clients that no limit rejected, but that used most of one."""
-    found = [
+    near = (
         (remaining / capacity, name, rule, remaining, capacity, at_us, totals)
-        for name, totals in clients
+        for name, totals in clients.items()
         if not totals.rejected and totals.near
         for rule, (remaining, capacity, at_us) in totals.near.items()
-    ]
-    found.sort(key=lambda each: (each[0], -each[6].requests, each[1]))
+    )
+    found = nsmallest(MAX_CLIENTS, near, key=lambda each: (each[0], -each[6].requests, each[1]))
     return [
         {
             "client": name[1],
@@ -208,7 +235,7 @@ def _came_close(clients: list[tuple[tuple[str, str], ClientTotals]]) -> list[dic
             "at": iso(at_us),
             "requests": totals.requests,
         }
-        for _, name, rule, remaining, capacity, at_us, totals in found[:MAX_CLIENTS]
+        for _, name, rule, remaining, capacity, at_us, totals in found
     ]
 
 
