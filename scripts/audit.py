@@ -56,16 +56,28 @@ def licence_problems() -> list[str]:
 def has_vulnerabilities(*, strict: bool) -> bool:
     locks = [argument for lock in sorted(LOCKS.glob("*.txt")) for argument in ("--requirement", str(lock))]
     command = [sys.executable, "-m", "pip_audit", "--require-hashes", "--disable-pip", *locks]
-    command += ["--progress-spinner", "off", "--timeout", "10"]
+    command += ["--format", "json", "--progress-spinner", "off", "--timeout", "10"]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 0:
-        print("vulnerabilities: none known")
-        return False
-    if "Found" not in done.stdout + done.stderr and NO_CONNECTION.search(done.stdout + done.stderr):
-        print("vulnerabilities: not checked, as the database cannot be reached")
-        return strict
-    print(done.stdout + done.stderr, file=sys.stderr)
-    return True
+    return report_vulnerabilities(done.stdout, done.stderr, strict=strict)
+
+
+def report_vulnerabilities(report: str, errors: str, *, strict: bool) -> bool:
+    """Print what pip-audit has found; returns True if that is a failure."""
+    try:
+        packages = json.loads(report)["dependencies"]
+    except ValueError:
+        if NO_CONNECTION.search(errors):
+            print("vulnerabilities: not checked, as the database cannot be reached")
+            return strict
+        print(report + errors, file=sys.stderr)
+        return True
+    unknown = [each["name"] for each in packages if "skip_reason" in each]
+    found = [(each, known["id"]) for each in packages for known in each.get("vulns", ())]
+    for each, name in found:
+        print(f"{each['name']} {each['version']}: {name}", file=sys.stderr)
+    missing = f"; {len(unknown)} not checked, as the database does not know them" if unknown else ""
+    print(f"vulnerabilities: {len(found)} known in {len(packages) - len(unknown)} packages{missing}")
+    return bool(found) or (strict and bool(unknown))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from importlib.util import module_from_spec, spec_from_file_location
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -105,6 +107,47 @@ def test_licences_of_all_dependencies_may_be_used() -> None:
         [sys.executable, ROOT / "scripts" / "audit.py", "--licences-only"], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+SAFE = {"name": "safe", "version": "1.0", "vulns": []}
+UNSAFE = {"name": "unsafe", "version": "2.0", "vulns": [{"id": "CVE-2026-1"}]}
+UNKNOWN = {"name": "unknown", "skip_reason": "not found"}
+
+
+@pytest.mark.parametrize(
+    ("packages", "strict", "is_failure", "summary"),
+    [
+        ([SAFE], True, False, "0 known in 1 packages"),
+        ([SAFE, UNSAFE], False, True, "1 known in 2 packages"),
+        ([SAFE, UNKNOWN], False, False, "0 known in 1 packages; 1 not checked, as the database does not know them"),
+        ([SAFE, UNKNOWN], True, True, "0 known in 1 packages; 1 not checked, as the database does not know them"),
+    ],
+)
+def test_audit_counts_vulnerabilities_and_packages_that_were_not_checked(
+    packages: list[Any], strict: bool, is_failure: bool, summary: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = json.dumps({"dependencies": packages, "fixes": []})
+    assert load_audit().report_vulnerabilities(report, "", strict=strict) is is_failure
+    assert capsys.readouterr().out == f"vulnerabilities: {summary}\n"
+
+
+@pytest.mark.parametrize(
+    ("errors", "strict", "is_failure"),
+    [("Max retries exceeded", False, False), ("Max retries exceeded", True, True), ("a bug", False, True)],
+)
+def test_audit_without_a_report_fails_unless_there_is_no_connection(
+    errors: str, strict: bool, is_failure: bool
+) -> None:
+    assert load_audit().report_vulnerabilities("", errors, strict=strict) is is_failure
+
+
+def load_audit() -> Any:
+    spec = spec_from_file_location("audit", ROOT / "scripts" / "audit.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_distribution_is_complete_and_installs_without_a_compiler(tmp_path: Path) -> None:
