@@ -33,7 +33,7 @@ POLICIES = {
     ],
     "sliding": [
         WindowLimit("minute", "sliding_window", 15, 60),
-        WindowLimit("search", "sliding_window", 12, 900, path="/search", cost=2),
+        WindowLimit("robots", "sliding_window", 8, 900, path="/robots.txt", cost=2),
         WindowLimit("all", "sliding_window", 25, 60, by="global"),
     ],
     "log": [
