@@ -32,7 +32,7 @@ RATE = 200
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.regions", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few seconds, for a first look")
-    turns, seconds = (20, 5) if parser.parse_args().quick else (120, 20)
+    turns, seconds = (20, 5) if parser.parse_args().quick else (120, 60)
     with ExitStack() as stack:
         servers = {name: stack.enter_context(RedisServer()) for name in REGIONS}
         others = [name for name in REGIONS if name != OWN]
