@@ -211,7 +211,7 @@ class GroupTable:
                 value = value_of(request)
                 if value is not None:
                     record.bits[index] |= 1 << (hashes(value) & mask)
-            if duration_index is not None:
+            if duration_index is not None and duration_us > 0:  # less if the clock was set back
                 record.hits[duration_index] += duration_us
             if interval_index is not None:
                 interval_us = at_us - record.last_us if record.last_us else 0

@@ -103,5 +103,5 @@ def observed_request(
     if len(path) > MAX_PATH:
         path = path[:MAX_PATH]
     who, endpoint = resolution.who, route.endpoint
-    fields: tuple[Any, ...] = (received_us, route.scenarios, who, agent, path, status, endpoint, max(0, duration_us))
+    fields: tuple[Any, ...] = (received_us, route.scenarios, who, agent, path, status, endpoint, duration_us)
     return tuple.__new__(ObservedRequest, fields)
