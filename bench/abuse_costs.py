@@ -87,7 +87,9 @@ def _cpu() -> dict[str, Any]:
             begin = process_time()
             for request, status in requests:
                 admission = gate.admit(request)
-                if admission.needs_finish:
+                if admission.is_only_observed:  # as the adapters do
+                    gate.observe_response(admission, status)
+                elif admission.needs_finish:
                     gate.finish(admission, status)
             gate.flush_events()
             best[index] = min(best[index], (process_time() - begin) / BATCH * 1e6)
