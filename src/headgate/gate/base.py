@@ -346,30 +346,22 @@ class GateBase:
 
     def complete_in_steps(self, pending: PendingCheck) -> Steps:
         """End admission of a request that takes several operations, or whose permit a failure must not keep."""
+        charges: Sequence[QuotaCharge] = ()
         try:
             if pending.held_us and (refused := (yield from self._hold_back(pending))) is not None:
                 return refused
-            return (yield from self._complete_in_steps(pending))
+            if pending.quotas:
+                # First, as it is done in memory: the reservation is voided if a limit denies, and no limit is charged
+                # if a quota does.
+                reserved = yield from self._metering.reserve_in_steps(pending.request, pending.quotas)
+                if isinstance(reserved, QuotaDenial):
+                    return self._deny_by_quota(pending, reserved)
+                charges = reserved
+            return (yield from self._check_in_steps(pending, charges))
         except BaseException:  # also a cancelled request, whose steps are closed
+            void(charges)
             if pending.permit is not None:
                 pending.permit.release("ignored")
-            raise
-
-    def _complete_in_steps(self, pending: PendingCheck) -> Steps:
-        """Check the quotas, concurrency limits and shadow limits of a request, which takes several operations.
-
-        Units are reserved first, in memory: the reservation is voided if a limit denies, and no limit is charged if a
-        quota does.
-        """
-        if not pending.quotas:
-            return (yield from self._check_in_steps(pending, ()))
-        reserved = yield from self._metering.reserve_in_steps(pending.request, pending.quotas)
-        if isinstance(reserved, QuotaDenial):
-            return self._deny_by_quota(pending, reserved)
-        try:
-            return (yield from self._check_in_steps(pending, reserved))
-        except BaseException:  # also if the request is cancelled while it waits for the store
-            void(reserved)
             raise
 
     def _check_in_steps(self, pending: PendingCheck, charges: Sequence[QuotaCharge]) -> Steps:
