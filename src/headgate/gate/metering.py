@@ -241,7 +241,9 @@ class QuotaMetering:
         verdicts = tuple([charge.verdict(now_us) for charge in charges])
         if decision is None:
             return Decision(True, resolution.keys, verdicts, None, None, now_us, 0, resolution.cost)
-        return decision._replace(keys=resolution.keys, verdicts=(*decision.verdicts, *verdicts), cost=resolution.cost)
+        allowed, _, decided, id, degraded, at_us, next_allowed_us, _ = decision  # `_replace` takes twice as long
+        verdicts = (*decided, *verdicts)
+        return Decision(allowed, resolution.keys, verdicts, id, degraded, at_us, next_allowed_us, resolution.cost)
 
     def now_us(self) -> int:
         """The time by the clock of the ledger."""
