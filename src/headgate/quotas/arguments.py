@@ -71,6 +71,6 @@ def check_text(name: str, value: Any, most: int, *, needs_text: bool = False) ->
         raise InvalidInput(f"{name} must not be empty")
     if len(value) > most:
         raise InvalidInput(f"{name} has {len(value)} characters; use at most {most}")
-    if (found := _CONTROL.search(value)) is not None:
+    if not value.isprintable() and (found := _CONTROL.search(value)) is not None:
         raise InvalidInput(f"{name} contains the control character {found[0]!r}; remove it")
     return value

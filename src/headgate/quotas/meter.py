@@ -173,7 +173,7 @@ class MeterReservation:
     """Units that are held for a request. End it with `commit` or `void`."""
 
     __slots__ = (
-        "_meter", "account", "amount", "holders", "id", "is_repeated", "lease", "paid_by", "period_end_us", "reference",
+        "_meter", "_part", "account", "amount", "holders", "id", "is_repeated", "lease", "period_end_us", "reference",
         "remaining",
     )  # fmt: skip
 
@@ -183,13 +183,12 @@ class MeterReservation:
         self._meter, self.lease = meter, lease
         self.account, self.remaining, self.period_end_us = state.name, state.remaining(), state.period_end_us
         self.amount, self.id, self.reference = amount, id, reference
-        self.paid_by: Sources
-        """The sources that pay for it, such as "allowance" or "pay as you go", with their amounts: "outage" for a
-        request that was admitted without a lease, and none for one that another process has charged."""
+        self._part: tuple[Sources, int, int]
+        """The sources, and the start and size of the part of a lease that pays for it."""
         if lease is None:
-            self.paid_by = ((OUTAGE, amount),)
+            self._part = ((OUTAGE, amount),), 0, amount
         else:
-            self.paid_by = slice_sources(lease.paid_by, lease.amount - lease.left - amount, amount)
+            self._part = lease.paid_by, lease.amount - lease.left - amount, amount
         self.holders = 1
         """The requests with its id that have not ended it: a retry may arrive before the first one is done."""
         self.is_repeated = False
@@ -199,8 +198,14 @@ class MeterReservation:
     def of_charged(cls, meter: QuotaMeter, state: _MeteredAccount, id: str, reference: str) -> Self:
         """The repetition of a request that is in the ledger."""
         made = cls(meter, None, state, ENDED, id, reference)
-        made.is_repeated, made.paid_by = True, ()
+        made.is_repeated, made._part = True, ((), 0, 0)
         return made
+
+    @property
+    def paid_by(self) -> Sources:
+        """The sources that pay for it, such as "allowance" or "pay as you go", with their amounts: "outage" for a
+        request that was admitted without a lease, and none for one that another process has charged."""
+        return self._part[0] if self.lease is None else slice_sources(*self._part)
 
     def commit(self, amount: int) -> None:
         """Charge the amount that was really used, once; the rest is available again."""
