@@ -357,9 +357,10 @@ def test_outage_units_are_settled_later(ledger: Ledger, outage: threading.Event,
         assert meter.stats().outage == 0
     summary = ledger.summary("globex")
     assert (summary.charged, summary.available) == (0, 0)
-    (entry,) = ledger.entries("globex")
-    assert (entry.amount, entry.uncovered, entry.usage_count) == (10, 10, 4)
-    assert entry.reason == "ledger was unavailable"
+    entries = ledger.entries("globex")  # several, if the meter has tried to write some of the charges meanwhile
+    assert sum(entry.amount for entry in entries) == sum(entry.uncovered for entry in entries) == 10
+    assert sum(entry.usage_count for entry in entries) == 4
+    assert {entry.reason for entry in entries} == {"ledger was unavailable"}
 
 
 def test_journal_of_a_dead_process_is_settled(ledger: Ledger, tmp_path: Path, config_url: str) -> None:
