@@ -8,6 +8,7 @@ import logging
 import shutil
 import sqlite3
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -461,6 +462,18 @@ def test_cancelled_request_is_not_charged(shop: Shop, monkeypatch: pytest.Monkey
     asyncio.run(cancel())
     assert shop.charged("exports/acme") == 1
     assert shop.charged("tokens/acme") == 0
+
+
+def test_gate_that_was_closed_charges_again_when_it_is_used(shop: Shop) -> None:
+    gate = shop.gate({**EXPORTS, "quota": "400/month"})
+    assert ask(gate, sent_by("acme")).allowed
+    gate.close()
+    with ThreadPoolExecutor(4) as pool:
+        admissions = list(pool.map(lambda _: ask(gate, sent_by("acme")), range(4)))
+    assert [paid(each) for each in admissions] == [[("allowance", 1)]] * 4
+    gate.close()
+    gate.close()
+    assert shop.charged("exports/acme") == 5
 
 
 def test_deadline_is_answered_without_waiting(shop: Shop) -> None:

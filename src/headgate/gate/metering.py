@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import logging
+import threading
 import time
 import weakref
 from hashlib import sha256
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
+from headgate._fork import reinit_after_fork
 from headgate.algorithms import NEVER
 from headgate.decisions import Decision
 from headgate.errors import InvalidConfiguration
@@ -156,15 +158,23 @@ class QuotaMetering:
         self._given, self._default_url, self._clock = ledger, default_url, clock
         self._new_waiter, self._on_event = new_waiter, on_event
         self._app_key = idempotency_key
+        self._settings: LedgerSettings | None = None
         self._opened: tuple[Any, str | None] | None = None
         self._meters: list[Any] = []
-        """The one in use, and those of earlier policies, on which requests may have reservations."""
+        """The one in use, and those of earlier policies, on which requests may have reservations. When closed, the last
+        one."""
         self._ledgers: list[Any] = []
         """Those that were opened here."""
         self._try_reserve: Any = None
         self._budget_s = 1.0
         self._header: str | None = None
         self._plans: dict[QuotaLimit, Any] = {}
+        self.reset_after_fork()
+        reinit_after_fork(self)
+
+    def reset_after_fork(self) -> None:
+        """A thread of the parent may have held the lock."""
+        self._lock = threading.RLock()
 
     @property
     def meter(self) -> Any:
@@ -181,10 +191,26 @@ class QuotaMetering:
                 "{ledger: sqlite:///quota.db} in the policy, or give ledger="
             )
         journal = settings.journal or _journal_beside(ledger)
-        self._budget_s, self._header = settings.budget.total_seconds(), settings.idempotency_header
-        if self._opened == (ledger, journal):
-            return
+        with self._lock:
+            self._settings = settings
+            self._budget_s, self._header = settings.budget.total_seconds(), settings.idempotency_header
+            if self._opened != (ledger, journal):
+                self._open(ledger, journal)
+
+    def close(self) -> None:
+        """Write all charges to the ledger, and return the leases."""
+        with self._lock:
+            if self._opened is None:
+                return
+            self._opened, self._try_reserve = None, self._reopen
+            meters, ledgers = self._meters, self._ledgers
+            self._meters, self._ledgers = meters[-1:], []
+        for each in (*meters, *ledgers):
+            each.close()
+
+    def _open(self, ledger: Any, journal: str | None) -> None:
         quotas = importlib.import_module("headgate.quotas")
+        opened = ledger
         if isinstance(ledger, str):
             if journal is None:
                 logger.warning(
@@ -193,22 +219,18 @@ class QuotaMetering:
                 )
             opened = quotas.Ledger(ledger, author="headgate", clock=self._clock, connect=False)
             self._ledgers.append(opened)
-        else:
-            opened = ledger
-        options = {"wait_s": self._budget_s, "on_change": self._report}
-        meter = quotas.QuotaMeter(opened, journal=journal, **options)
-        self._opened = ledger, journal
-        self._meters.append(meter)
-        self._try_reserve = meter.try_reserve
+        meter = quotas.QuotaMeter(opened, journal=journal, wait_s=self._budget_s, on_change=self._report)
+        self._meters = [meter] if self._opened is None else [*self._meters, meter]
+        self._opened, self._try_reserve = (ledger, journal), meter.try_reserve
         _open_meterings.add(self)
 
-    def close(self) -> None:
-        """Write all charges to the ledger, and return the leases."""
-        meters, self._meters = self._meters, []
-        ledgers, self._ledgers = self._ledgers, []
-        self._opened = None
-        for each in (*meters, *ledgers):
-            each.close()
+    def _reopen(self, *args: Any, **options: Any) -> Any:
+        """Reserve with a new meter: the gate is used again after it was closed, as with test clients, each of which
+        starts and stops the app."""
+        with self._lock:
+            if self._opened is None and self._settings is not None:
+                self.configure(self._settings)
+        return self._try_reserve(*args, **options)
 
     # ------------------------------------------------------------------------------------ the path of a request
 
