@@ -68,7 +68,7 @@ def test_policy_page_shows_the_versions_of_a_rollout(
         card.get_by_text("Promote", exact=True).click()
         card.get_by_label("Reason").first.fill("faster")
         card.get_by_role("button", name="Promote to all nodes").click()
-        expect(page.get_by_text("in 1200 runs, the candidate had 1 differences")).to_be_visible()
+        expect(page.get_by_text("runs 1,200, differences 1, errors 0")).to_be_visible()
         page.goto(f"{server.url}/policy")
         card.get_by_text("Roll back", exact=True).click()
         card.get_by_label("Reason").last.fill("difference 1")

@@ -366,7 +366,7 @@ def test_scripts_that_differed_are_promoted_with_a_confirmation(admin: Admin, re
     with closing(admin.counters.engine.store.background_client()) as background:
         client = RolloutClient(background)
         client.poll(-1, "web-2:8", json.dumps({"role": "canary", "runs": 500, "differences": 2}), {})
-        assert "500 runs, the candidate had 2 differences" in admin.ask("POST", "scripts/promote", json=WHY).text
+        assert "runs 500, differences 2" in admin.ask("POST", "scripts/promote", json=WHY).text
         client.poll(-1, "web-2:8", json.dumps({"role": "canary", "runs": 500, "differences": 0}), {})
         assert admin.ask("POST", "scripts/promote", json=WHY).status_code == 200
 

@@ -91,7 +91,8 @@ def _promotion_risks(found: RolloutView) -> Iterator[Risk]:
     if not runs:
         yield Risk("canary", "no node has compared the candidate with the stable version")
     elif differences or errors:
-        yield Risk("canary", f"in {runs} runs, the candidate had {differences} differences and {errors} errors")
+        counts = f"runs {runs:,}, differences {differences:,}, errors {errors:,}"
+        yield Risk("canary", f"comparison with the stable version: {counts}")
 
 
 def _rollout(found: ScriptRollout) -> ScriptRolloutView:
